@@ -1,9 +1,9 @@
-"""Benchmarks one after the other, with what they measured before: ``python benchmarks/all.py``.
+"""Benchmarks one after the other, with earlier results: ``python benchmarks/all.py``.
 
 Each result is kept in ``benchmarks/results``, with the commit, the day, the machine and its load.
-With ``--since`` every row is compared with the one that is kept: one that is worse by a tenth is
-told, with the commit that measured it, and the exit code is 1. ``--write`` puts what is kept into
-the table of docs/benchmarks.md. Benchmarks that need a GPU are not among them.
+With ``--since`` every row is compared with the kept one: a row that is worse by a tenth is printed,
+with the commit that measured it, and the exit code is 1. ``--write`` puts what is kept into the
+table of docs/benchmarks.md. Benchmarks that need a GPU are not among them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ NAMES = (
     "peers",
     "startup",
     "dry_run",
+    "planner",
     "split_backward",
     "bubble",
     "engine_overhead",
     "post_validation",
-    "streams",
+    "async_pipelines",
     "zero",
     "tensor_parallel",
     "context_parallel",
     "moe",
     "memory",
-    "scale",
+    "large_worlds",
     "schedule_scale",
     "state_precision",
     "staleness",
@@ -51,17 +52,17 @@ NAMES = (
     "finite",
 )
 WORSE = 0.1
-"""Part of a value by which a row has to be worse to be told."""
+"""Part of a value by which a row has to be worse to be printed."""
 MOST_LOAD = 2.0
 """Load of the last minute above which nothing is measured."""
 
 Row = Mapping[str, Any]
 Kept = Mapping[str, Any]
-"""What a file of results has: commit, date, machine, load, versions, results."""
+"""Content of a file of results: commit, date, machine, load, versions, results."""
 
 
 def circumstances() -> dict[str, Any]:
-    """Return the commit, the day, the machine and the versions that results hang on."""
+    """Return the commit, the day, the machine and the versions on which results depend."""
     commit = _git("rev-parse", "--short=8", "HEAD") + ("+" if _git("status", "--porcelain") else "")
     return {
         "commit": commit,
@@ -83,7 +84,7 @@ def _processor() -> str:
 
 
 def measure(name: str, *, quick: bool) -> list[Row] | None:
-    """Run a benchmark and return its rows; None where it fails."""
+    """Run a benchmark and return its rows; None if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(file)]
@@ -96,8 +97,8 @@ def measure(name: str, *, quick: bool) -> list[Row] | None:
 
 
 def is_worse(row: Row, before: Row) -> bool:
-    """Whether a value is worse than before by more than :data:`WORSE` of it; one that was a number
-    and is none is."""
+    """Whether a value is worse than before by more than :data:`WORSE` of it, or was a number and is
+    not one now."""
     if before["value"] is None or row["value"] is None:
         return row["value"] is None and before["value"] is not None
     if row["at_least"]:
@@ -106,7 +107,7 @@ def is_worse(row: Row, before: Row) -> bool:
 
 
 def fallen(rows: Sequence[Row], kept: Kept) -> Iterator[str]:
-    """Yield a line for each of the rows that is worse than the one kept of the same claim."""
+    """Yield a line for each row that is worse than the kept one of the same claim."""
     before = {row["claim"]: row for row in kept["results"]}
     for row in rows:
         like = before.get(row["claim"])
@@ -123,7 +124,7 @@ def fallen(rows: Sequence[Row], kept: Kept) -> Iterator[str]:
 
 
 def read(name: str) -> Kept | None:
-    """Read what is kept of a benchmark; None: nothing."""
+    """Read what is kept of a benchmark; None if nothing is."""
     file = RESULTS / f"{name}.json"
     if not file.exists():
         return None

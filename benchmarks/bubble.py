@@ -1,10 +1,10 @@
 """Measured pipelines against the simulator: ``python benchmarks/bubble.py``.
 
-Stages sleep instead of computing, so eight ranks show their true bubbles on two cores; messages
-of 64 KiB go through the real channels. The simulator is given the sleeps that were asked for and
-no latency. Where torch.distributed.pipelining has the schedule, its step is timed in the same
-processes by turns. The fastest of several steps counts, and only if every operation ran in the
-schedule's order, the loss is right, and as many messages were sent as the schedule needs.
+Stages sleep instead of computing, so eight ranks show their true bubbles on two cores; messages of
+64 KiB go through the real channels. The simulator knows the requested sleeps and no latency. If
+torch.distributed.pipelining has the schedule, its step is timed in the same processes by turns. The
+fastest of several steps counts, and only if every operation ran in the schedule's order, the loss
+is right, and as many messages were sent as the schedule needs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNEVEN = (
     "zb_1p",
     "zb_2p",
 )
-"""Schedules that are measured at every setting; all others at the first alone."""
+"""Schedules that are measured at every setting; all others only at the first."""
 WARM_UP = 2
 
 
@@ -67,7 +67,7 @@ class Case:
         return build(self.name, ranks=self.ranks, microbatches=self.microbatches)
 
     def cost(self, schedule: Schedule) -> Cost:
-        """In seconds."""
+        """Return the costs of the operations in seconds."""
         smallest = min(schedule.sizes or [Fraction(1)]) / schedule.slices
         unit = self.shortest / float(smallest)
         if self.times != "one slow stage":
@@ -78,20 +78,20 @@ class Case:
 
 
 class Step(NamedTuple):
-    """When a rank began and ended, on the clock that the ranks share."""
+    """Start and end of a step on a rank, on the clock that the ranks share."""
 
     start: float
     end: float
 
 
 class Measured(NamedTuple):
-    """What a rank saw. `theirs` is empty where torch does not have the schedule."""
+    """Measurements of one rank. `theirs` is empty if torch does not have the schedule."""
 
     ours: list[Step]
     theirs: list[Step]
     record: Record
     messages: int
-    """Per step."""
+    """Messages per step."""
     losses: tuple[float, ...]
     """This rank's share of the loss, ours and theirs."""
 
@@ -136,7 +136,8 @@ def measure_case(world: World, case: Case, steps: int) -> Measured:
 
 
 def _check_ran(schedule: Schedule, stage: int, rank: int, sleeper: Sleeper, steps: int) -> None:
-    """The stage ran a forward and both halves of a backward of every micro-batch and slice."""
+    """Check that the stage ran a forward and both halves of a backward of every micro-batch and
+    slice."""
     homes = schedule.placement.table
     here = sum(
         homes[schedule.direction_of(microbatch)][stage] == rank
@@ -148,7 +149,7 @@ def _check_ran(schedule: Schedule, stage: int, rank: int, sleeper: Sleeper, step
 
 
 def run(ranks: int, cases: Sequence[Case], steps: int) -> Iterator[Result]:
-    """The claims on cases of one number of ranks."""
+    """Yield the claims on cases of one number of ranks."""
     predicted = [
         float(simulate(schedule, case.cost(schedule)).makespan)
         for case in cases
@@ -174,7 +175,8 @@ def run(ranks: int, cases: Sequence[Case], steps: int) -> Iterator[Result]:
 
 
 def _check(case: Case, measured: Sequence[Measured]) -> None:
-    """The step was the schedule's: its order (or timeline refuses), messages and loss."""
+    """Check that the step was the schedule's: its order (or timeline refuses), messages and
+    loss."""
     schedule = case.schedule()
     timeline(schedule, [rank.record for rank in measured])
     sent, wanted = sum(rank.messages for rank in measured), messages(schedule)
@@ -185,7 +187,7 @@ def _check(case: Case, measured: Sequence[Measured]) -> None:
 
 
 def fastest(ranks: Iterable[Sequence[Step]]) -> float:
-    """Seconds from the first rank's start to the last one's end, of the fastest step."""
+    """Return seconds from the first rank's start to the last one's end, for the fastest step."""
     return min(
         max(step.end for step in steps) - min(step.start for step in steps)
         for steps in zip(*ranks, strict=True)

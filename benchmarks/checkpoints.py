@@ -2,15 +2,15 @@
 
 One process holds a GPT with AdamW's moments and master weights in fp32. It saves with
 ``TrainStep.save``, checksums and fsync included, and loads with ``TrainStep.load``, which first
-verifies the whole checkpoint. Compared are, in turn and on the same disk: the same bytes written
-to one file by large writes and an fsync; that file read again; and torch's distributed checkpoint
-(DCP) of the same tensors, with files synced. Of all sides the fastest rounds are compared. What was
-just written is read from the page cache, by all of them.
+verifies the whole checkpoint. On the same disk and in turn, three others are compared: the same
+bytes written to one file by large writes and an fsync, that file read again, and torch's
+distributed checkpoint (DCP) of the same tensors, with files synced. The fastest rounds of all sides
+are compared. All of them read from the page cache, as the data were just written.
 
-Then runs train with ``checkpoint.background``, by the command of users: what training waits for
-its saves, as the run's log tells, is compared with the time of a step, and so is all that passes
-between steps beyond the usual, with ``checkpoint.keep=1``: then each save is read again and the one
-before it removed. So is a run's wait for a copy in the node's memory (``checkpoint.memory_every``).
+Then runs train with ``checkpoint.async_save``, by the command of users. How long training waits for
+its saves, as the run's log says, is compared with the time of a step. So is the additional time
+between steps with ``checkpoint.keep=1``: then each save is read again and the one before it
+removed. So is a run's wait for an in-memory checkpoint (``checkpoint.in_memory_every``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import resolve
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = 1 << 24
@@ -69,7 +69,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Sides:
-    """What is timed, on one state; each side begins without the files of its round before."""
+    """The timed sides, on one state; each begins without the files of its round before."""
 
     def __init__(self, step: TrainStep, folder: Path) -> None:
         self.step, self.folder = step, folder
@@ -166,7 +166,7 @@ def disk(folder: Path, step: TrainStep, rounds: int) -> list[Result]:
 def trained(
     folder: Path, name: str, *start: str, quick: bool, **keys: object
 ) -> list[dict[str, Any]]:
-    """The log of a run that `start` starts."""
+    """Return the log of a run that `start` starts."""
     settings = {
         "run.folder": folder,
         "run.name": name,
@@ -186,25 +186,25 @@ def trained(
 
 
 def step_seconds(log: list[dict[str, Any]]) -> float:
-    """The median step."""
+    """Return the seconds of the median step."""
     return statistics.median(r["seconds"] for r in log if r["kind"] == "step")
 
 
 def told(log: list[dict[str, Any]], pattern: str) -> list[float]:
-    """The number in each of a run's lines that has one."""
+    """Return the number that `pattern` finds in each of a run's lines that has one."""
     notes = (record["text"] for record in log if record["kind"] == "note")
     return [float(found[1]) for text in notes if (found := re.search(pattern, text))]
 
 
 def between(log: list[dict[str, Any]]) -> list[float]:
-    """Seconds from the end of each step to the beginning of the next."""
+    """Return seconds from the end of each step to the beginning of the next."""
     steps = [record for record in log if record["kind"] == "step"]
     return [after["time"] - after["seconds"] - step["time"] for step, after in pairwise(steps)]
 
 
 def stall(folder: Path, processes: int, *, quick: bool) -> list[Result]:
-    """The share of a step for which a run waits for a save, and for all that a save brings: until
-    what is older is removed."""
+    """Measure the share of a step for which a run waits for a save, and for all that a save brings,
+    until older checkpoints are removed."""
     saves = 2 if quick else 5
     keys = {"checkpoint__every": EVERY, "checkpoint__background": "true", "checkpoint__keep": 1}
     keys |= {"train__steps": EVERY * saves + 1, "parallel__dp": processes}
@@ -226,13 +226,13 @@ def stall(folder: Path, processes: int, *, quick: bool) -> list[Result]:
 
 
 def memory_stall(folder: Path, *, quick: bool) -> Result:
-    """The share of a step for which a run waits for a copy of its state in memory."""
-    launch = ("-m", "megapipe.launch", "--nproc", "1", "--restarts", "1")
+    """Measure the share of a step for which a run waits for an in-memory checkpoint."""
+    launch = ("-m", "megapipe.launch", "--nproc", "1", "--max-restarts", "1")
     shares = []
     for number in range(1 if quick else 3):
         keys = {"checkpoint__memory_every": EVERY, "train__steps": EVERY + 5}
         log = trained(folder, f"copied-{number}", *launch, quick=quick, **keys)
-        (took,) = told(log, r"to memory in ([\d.]+) s")
+        (took,) = told(log, r"step \d+ took ([\d.]+) s")
         shares.append(100 * took / step_seconds(log))
     share = statistics.median(shares)
     return Result("wait for a copy in the node's memory", share, 5.0, "% of a step", "one step")

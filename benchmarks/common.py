@@ -1,8 +1,8 @@
-"""What all benchmarks share: their command line, fair timing, and the form of their results.
+"""The parts that all benchmarks share: their command line, fair timing, and the form of results.
 
 A benchmark measures a few claims. It prints them as a table, and with ``--json FILE`` writes a list
-of ``{claim, value, target, unit, peer, met, at_least}``; a value that is no number is null there.
-A claim that is not met is a result, not an error: the exit code is 0.
+of ``{claim, value, target, unit, peer, met, at_least}``; a value that is not a number is null. A
+claim that is not met is a result, not an error: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Result:
     target: float
     unit: str
     peer: str
-    """What it is compared with."""
+    """Side with which the value is compared."""
     at_least: bool = False
-    """The target is a lower bound; otherwise an upper one."""
+    """Whether the target is a lower bound; otherwise it is an upper one."""
 
     @property
     def met(self) -> bool:
@@ -55,7 +55,7 @@ class Result:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options of every benchmark."""
+    """Return a parser with the options of every benchmark."""
     options = argparse.ArgumentParser(description=description, allow_abbrev=False)
     options.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options.add_argument(
@@ -80,8 +80,8 @@ def report(title: str, results: Sequence[Result], file: Path | None) -> None:
 
 
 def quiet(most: float, limit_s: float = 180.0) -> float:
-    """Return the load of the last minute, once it is at most `most` or after `limit_s` seconds:
-    what ran before is in it for a while."""
+    """Return the load of the last minute, once it is at most `most` or after `limit_s` seconds: it
+    includes earlier programs for a while."""
     end = time.monotonic() + limit_s
     while (load := os.getloadavg()[0]) > most and time.monotonic() < end:
         time.sleep(5.0)
@@ -89,7 +89,7 @@ def quiet(most: float, limit_s: float = 180.0) -> float:
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call, with all that it starts on the device.
+    """Time one call, with everything that it starts on the device.
 
     On the CPU it is processor time, so that other processes disturb it less.
     """

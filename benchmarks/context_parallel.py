@@ -1,11 +1,11 @@
 """Positions split over two processes on gloo: ``python benchmarks/context_parallel.py``.
 
-Attention by itself, forward and backward, in every way that two ranks have, against one process
-with all positions, and against a ring as it is first written: blocking messages, one matrix of
-scores per block, all of it left to autograd; and what the machine gives to two processes that share
-the work and send nothing. Where the package ring-attention-pytorch is installed,
-its forward too; in version 0.5.20 its gradients of keys and values over two ranks of gloo are not
-those of one process, so its backward is left out. Then whole steps of a small Llama: positions
+Attention by itself runs forward and backward, in every way that two ranks have. It is compared with
+one process with all positions, and with a ring as it is first written: blocking messages, one
+matrix of scores per tile, all of it left to autograd. It is also compared with two processes that
+share the work and send nothing. If the package ring-attention-pytorch is installed, its forward is
+compared too; in version 0.5.20 its gradients of keys and values over two ranks of gloo are not
+those of one process, so its backward is left out. Then come whole steps of a small Llama: positions
 split over two ranks against samples split over two, with as many tokens; peak activations against
 those of one rank; and bytes sent against the plan. Results are compared before anything is timed.
 Sides take turns within one run, one thread per process; a ratio is the median over the rounds.
@@ -39,9 +39,9 @@ from megapipe.layers import ring_attention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.ops.block_attention import CpuFlash
+from megapipe.ops.live_storages import LiveStorages
 from megapipe.ops.scores import ScoreModifiers
-from megapipe.ops.storages import LiveStorages
+from megapipe.ops.tile_attention import CpuFlash
 from megapipe.plan.traffic import step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
@@ -50,12 +50,12 @@ CP, VOCABULARY, SAME = 2, 1024, 1e-4
 WAYS: dict[str, dict[str, Any]] = {
     "ring, zigzag": {},
     "Ulysses": {"ulysses": CP},
-    "all_gather": {"plan": "all_gather"},
-    "ring, contiguous": {"order": "contiguous"},
+    "all_gather": {"algorithm": "all_gather"},
+    "ring, contiguous": {"position_split": "contiguous"},
 }
 ALONE, PLAIN, APART = "one process", "a plain ring", "half of the heads each, nothing sent"
 PACKAGE, FORWARD = "ring-attention-pytorch", "ring, zigzag, forward"
-"""Without a backward."""
+"""The package, and the name of its row, which has no backward."""
 
 
 class Size(NamedTuple):
@@ -76,7 +76,7 @@ MODEL, QUICK_MODEL = Model(6, 256, 8, 4096), Model(1, 16, 2, 32)
 
 
 def layout_of(model: Model, *, dp: int = 1, cp: int = 1, **context: Any) -> tuple[Config, Layout]:
-    """A Llama that sees two sequences a step."""
+    """Return configuration and layout of a Llama that sees two sequences a step."""
     config = Config.model_validate(
         {
             "model": {
@@ -99,7 +99,7 @@ def layout_of(model: Model, *, dp: int = 1, cp: int = 1, **context: Any) -> tupl
 
 
 class _Shift(torch.autograd.Function):
-    """Gives a tensor to the next rank and takes that of the one before, one after the other."""
+    """Sends a tensor to the next rank and receives that of the one before, one after the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
@@ -112,7 +112,7 @@ class _Shift(torch.autograd.Function):
 
 
 def shifted(x: Tensor, rank: int) -> Tensor:
-    """Of two ranks."""
+    """Exchange a tensor between two ranks."""
     received = x.new_empty(x.shape)
     calls = [lambda: dist.send(x.contiguous(), 1 - rank), lambda: dist.recv(received, 1 - rank)]
     for call in calls if rank == 0 else reversed(calls):
@@ -121,7 +121,7 @@ def shifted(x: Tensor, rank: int) -> Tensor:
 
 
 def plain_ring(q: Tensor, k: Tensor, v: Tensor, rank: int) -> Tensor:
-    """Contiguous pieces, [1, heads, s, d] each."""
+    """Attend over contiguous ranges of positions, [1, heads, s, d] each."""
     s = q.shape[2]
     total: Tensor | None = None
     lse = out = q
@@ -143,7 +143,7 @@ def plain_ring(q: Tensor, k: Tensor, v: Tensor, rank: int) -> Tensor:
 
 
 def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round by side; 0 on a rank that has nothing to do."""
+    """Return seconds of each round by side; 0 on a rank that has nothing to do."""
     generator = torch.Generator().manual_seed(0)
     shape = (size.length, 1, size.heads, size.head_dim)
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
@@ -228,8 +228,8 @@ def attention(world: World, size: Size, rounds: int) -> dict[str, list[float]]:
 
 
 def steps(world: World, model: Model, rounds: int) -> tuple[dict[str, list[float]], list[int], int]:
-    """Seconds of steps by side, peak bytes of cp 2 and of one rank's step, and bytes that the plan
-    does not have."""
+    """Return seconds of steps by side, peak bytes of cp 2 and of one rank's step, and bytes that
+    the plan does not have."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (2, model.length + 1), generator=generator)
     mask = torch.ones(1, model.length, dtype=torch.bool)

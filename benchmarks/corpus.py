@@ -1,4 +1,4 @@
-"""What benchmarks that train read: the source text of Python's standard library, byte by byte."""
+"""The text of benchmarks that train: the source of Python's standard library, byte by byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT_BYTES = 4_000_000
 
 
 def text() -> Tensor:
-    """The first bytes of the standard library's modules, in order of their names."""
+    """Return the first bytes of the standard library's modules, in order of their names."""
     collected = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         collected += path.read_bytes()

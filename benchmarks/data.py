@@ -1,10 +1,9 @@
 """Texts to token files, and token files to samples: ``python benchmarks/data.py``.
 
-The corpus is the source text of Python's standard library, as JSONL, twice; the tokenizer a BPE of
-32,000 ids that is trained on a part of it. Ours is the command that users call, with all that it
-does: start, read, tokenize, write, flush. Each side runs in processes of its own, in turns; times
-are medians of wall time, as several processes work. Of the indices of token files see
-token_indices.py.
+The corpus is the source text of Python's standard library, as JSONL, twice; the tokenizer is a BPE
+of 32,000 ids that is trained on a part of it. Ours is the command that users call, with all that it
+does: start, read, tokenize, write, flush. Each side runs in separate processes, in turns; times are
+medians of wall time, as several processes work. Indices of token files are in token_indices.py.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ seconds = time.perf_counter() - start
 print(batches * batch * config.train.sequence_length / seconds)
 """
 DOCUMENTS, LARGE = 5_000_000, 100_000_000
-"""Documents of the file that is opened, and of the one that the claim is about."""
+"""Documents of the file that is opened, and of the file that the claim is about."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +180,7 @@ def tokenizing(folder: Path, corpus: Path, tokenizer: Path, rounds: int) -> list
 
 
 def memory(folder: Path, corpus: Path) -> Result:
-    """The largest process of the command, for four times the corpus."""
+    """Measure the largest process of the command, for four times the corpus."""
     four = folder / "four.jsonl"
     four.write_bytes(corpus.read_bytes() * 4)
     small, large = (peak(ours(path, Path("byte"), 2)) for path in (corpus, four))
@@ -191,7 +190,8 @@ def memory(folder: Path, corpus: Path) -> Result:
 
 
 def writing(folder: Path, corpus: Path, rounds: int) -> list[Result]:
-    """Documents of int64 ids, one after another, into a token file. Tokens are bytes and 256."""
+    """Write documents of int64 ids, one after another, into a token file. Tokens are bytes and
+    256."""
     source = folder / "source"
     subprocess.run(ours(corpus, Path("byte"), 2, source), check=True, capture_output=True)
     try:
@@ -212,7 +212,7 @@ def writing(folder: Path, corpus: Path, rounds: int) -> list[Result]:
 
 
 def opening(folder: Path, documents: int) -> list[Result]:
-    """A file of many documents of 100 tokens, all of them 0, opened and read in a new process."""
+    """Open and read a file of many documents of 100 tokens, all of them 0, in a new process."""
     prefix = folder / "many"
     lengths = np.full(documents, 100, "<i4")
     with idx_of(prefix).open("wb") as file:
@@ -238,7 +238,7 @@ def opening(folder: Path, documents: int) -> list[Result]:
 
 
 def refusing(folder: Path, rounds: int) -> Result:
-    """A token file that is cut, refused by the command in a line."""
+    """Time how the command refuses a token file that is cut, in a line."""
     prefix = folder / "cut"
     idx_of(prefix).write_bytes(Header(np.dtype("<u2"), 10**9, 10**9 + 1).pack())
     bin_of(prefix).touch()
@@ -255,8 +255,8 @@ def refusing(folder: Path, rounds: int) -> Result:
 
 
 def delivering(folder: Path, corpus: Path, steps: int) -> list[Result]:
-    """Tokens per second that one thread gives, and that the quick start's model takes, which is
-    trained by one process."""
+    """Compare tokens per second that one thread delivers with those that the quick start's model
+    takes when one process trains it."""
     here = folder / "delivery"
     for name in "ab":
         subprocess.run(ours(corpus, Path("byte"), 2, here / name), check=True, capture_output=True)
@@ -285,20 +285,20 @@ def delivering(folder: Path, corpus: Path, steps: int) -> list[Result]:
         for name, given in (
             ("windows", [one]),
             ("a mixture", mixture),
-            ("packed documents", [one, "data.samples=packed", f"data.cache={here}"]),
+            ("packed documents", [one, "data.sample_format=packed", f"data.cache={here}"]),
         )
     ]
 
 
 def ours(corpus: Path, tokenizer: Path, workers: int, output: Path | None = None) -> list[str]:
-    """The command, with an output that is not there yet."""
+    """Return the command, with an output that does not exist yet."""
     output = output or corpus.with_name(f"out{time.monotonic_ns()}")
     given = ["--source", str(corpus), "--tokenizer", str(tokenizer), "--output", str(output)]
     return [*COMMAND, *given, "--workers", str(workers)]
 
 
 def medians(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median time of each side, the sides taking turns."""
+    """Return the median time of each side, the sides taking turns."""
     times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in list(sides)[:: -1 if number % 2 else 1]:
@@ -322,7 +322,7 @@ def refused(command: Sequence[str]) -> float:
 
 
 def printed(program: str, *given: Path, **environ: str) -> float:
-    """Seconds that a program says it took."""
+    """Return the seconds that a program prints as its time."""
     return float(run_here(program, *given, **environ))
 
 
@@ -334,7 +334,7 @@ def run_here(program: str, *given: Path | str, **environ: str) -> str:
 
 
 def peak(command: Sequence[str]) -> int:
-    """Bytes of the largest of the processes of a command."""
+    """Return the bytes of the largest of the processes of a command."""
     program = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
         "stdout=subprocess.DEVNULL); "
@@ -347,7 +347,7 @@ def peak(command: Sequence[str]) -> int:
 
 
 def write_corpus(path: Path, files: int | None) -> Path:
-    """Texts of the standard library, all of them or the first ones, twice."""
+    """Write texts of the standard library, all of them or the first ones, twice."""
     texts = [piece.text for piece in islice(pieces(DataConfig()), files)]
     with path.open("w") as file:
         for text in texts * 2:

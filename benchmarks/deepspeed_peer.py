@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline on the CPU: a peer of :mod:`peers`.
 
-Its engine runs 1F1B over gloo, adds up and clips the gradients, and steps torch's AdamW. What it
-says about itself meanwhile is not shown.
+Its engine runs 1F1B over gloo, adds up and clips the gradients, and steps torch's AdamW. Its own
+output is not shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.distributed.mesh import ParallelMesh
 
 
 def deepspeed_side(row: Row, mesh: ParallelMesh) -> Side:
-    """The plain GPT-2, each stage of which is one layer to DeepSpeed."""
+    """Make the side of the plain GPT-2, each stage of which is one layer to DeepSpeed."""
     with redirect_stdout(StringIO()):
         engine = _engine(row, mesh)
     batches = row.batches()
@@ -53,7 +53,7 @@ def _engine(row: Row, mesh: ParallelMesh) -> Any:
     ]
     module = PipelineModule(stages, row.pp, loss_fn=token_loss, partition_method="uniform")
     for parameter in module.parameters():
-        parameter.model_parallel = True  # else only those of the first stage count in the norm
+        parameter.model_parallel = True  # otherwise only those of the first stage count in the norm
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=adamw(list(module.parameters())),

@@ -1,9 +1,9 @@
-"""What a plan costs: ``python benchmarks/dry_run.py``.
+"""The cost of a plan: ``python benchmarks/dry_run.py``.
 
-``train.py CONFIG --dry-run`` for every file of ``configs/``, each in a new process: cold, with an
-empty cache, so that its stages run without values, and warm, when what they do is read from there.
-Compared is the slowest preset with the limits that plans are to keep, and with new interpreters
-that import torch, which a cold plan cannot do without, or load the command alone.
+``train.py CONFIG --dry-run`` runs for every file of ``configs/``, each in a new process: cold, with
+an empty cache, so that its stages run without values, and warm, when what they do is read from the
+cache. The slowest preset is compared with the limits of plans, and with new interpreters that
+import torch, which a cold plan needs, or only load the command.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 
 def seconds(*command: str, cache: Path | None = None) -> float:
-    """Time of a command in a new interpreter."""
+    """Time a command in a new interpreter."""
     environment = dict(os.environ)
     if cache is not None:
         environment["XDG_CACHE_HOME"] = str(cache)

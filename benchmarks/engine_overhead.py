@@ -1,9 +1,9 @@
-"""What the engine itself costs: ``python benchmarks/engine_overhead.py``.
+"""The cost of the engine itself: ``python benchmarks/engine_overhead.py``.
 
-A step of stages without work, through the real gloo channels: Python and C calls per operation as
-``sys.setprofile`` counts them (exactly repeatable), and time per operation. The peer is
-torch.distributed.pipelining with the same schedule, in the same processes and taking turns. With
-more ranks than cores the time is mostly that of waiting for a core.
+A step of stages without work runs through the real gloo channels. Measured are Python and C calls
+per operation as ``sys.setprofile`` counts them (exactly repeatable), and time per operation. The
+peer is torch.distributed.pipelining with the same schedule, in the same processes and taking turns.
+With more ranks than cores the time is mostly that of waiting for a core.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS, TIME = 0.5, {"1f1b": 1.0, "zb_v": 0.6}
 
 
 class Cost(NamedTuple):
-    """Of one rank's step."""
+    """Cost of one rank's step."""
 
     python: int
     """Calls of Python functions."""
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 
 def calls(function: Callable[[], object]) -> tuple[int, int]:
-    """Calls of Python functions and of C functions while `function` runs in this thread."""
+    """Count calls of Python functions and of C functions while `function` runs in this thread."""
     counts = {"call": 0, "c_call": 0}
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -57,7 +57,8 @@ def calls(function: Callable[[], object]) -> tuple[int, int]:
 def measure(
     world: World, names: Sequence[str], microbatches: int, rounds: int
 ) -> list[tuple[int, Cost, Cost]]:
-    """On each rank and for each schedule: its operations, and what they cost us and them."""
+    """Return for each schedule this rank's number of operations, and their cost to us and to
+    torch."""
     return [measure_one(world, name, microbatches, rounds) for name in names]
 
 
@@ -83,7 +84,7 @@ def measure_one(world: World, name: str, microbatches: int, rounds: int) -> tupl
 
 
 def compare(name: str, measured: Sequence[tuple[int, Cost, Cost]]) -> list[Result]:
-    """Means over the ranks; all have the same number of operations."""
+    """Return claims on means over the ranks; all have the same number of operations."""
     ops = sum(count for count, _, _ in measured)
 
     def per_op(field: str, side: int) -> float:

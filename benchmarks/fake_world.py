@@ -1,7 +1,7 @@
 """One process that plays a rank of any world: torch's fake process group, watched.
 
-Collectives of the fake backend return at once; a process gathers copies of its own piece. What they
-are asked to do is counted where Python hands it to torch's C++ process groups, below the product.
+Collectives of the fake backend return at once; a process gathers copies of its own tensor. Their
+arguments are counted where Python hands them to torch's C++ process groups, below the product.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNTED = {
     "send": ("send", 0),
     "recv": ("recv", 0),
 }
-"""Method of ProcessGroup: the collective, and which argument is its whole tensor."""
+"""For each method of ProcessGroup: the collective, and which argument is its whole tensor."""
 _UNKNOWN = (
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
@@ -50,7 +50,7 @@ _UNKNOWN = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
-"""Methods that communicate too, which no step calls."""
+"""Other methods that communicate, which no step calls."""
 
 
 class Seen(NamedTuple):
@@ -61,14 +61,14 @@ class Seen(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How often, and the bytes handed over in all."""
+    """Number of calls, and the bytes handed over in all."""
 
     calls: int
     bytes: int
 
 
 class _FakeMesh(ParallelMesh):
-    """Nobody else is there to exchange texts with."""
+    """A mesh without other processes with which texts could be exchanged."""
 
     def share(self, text: str) -> str:
         return text
@@ -78,13 +78,13 @@ class _FakeMesh(ParallelMesh):
 
     @property
     def scalar_device(self) -> torch.device:
-        """Sums that the step reads have values on the meta device too."""
+        """Device of the sums that the step reads: they have values on the meta device too."""
         return torch.device("cpu")
 
 
 @contextmanager
 def fake_world(grid: Grid, rank: int, device: str = "cpu") -> Iterator[ParallelMesh]:
-    """The mesh of process `rank` of a job that exists only as this process."""
+    """Make the mesh of process `rank` of a job that exists only as this process."""
     on_error = sys.excepthook  # torch wraps it, once more each time
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     try:
@@ -105,7 +105,7 @@ class Allocations(TorchDispatchMode):
         self._storages: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def held(self) -> int:
-        """Bytes alive now, by the present sizes of storages."""
+        """Return the bytes alive now, by the present sizes of storages."""
         alive = [storage() for _, storage in self._storages.values()]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
@@ -133,8 +133,8 @@ class Allocations(TorchDispatchMode):
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """For a step on the meta device: weights are not initialised, what is read is zero, and
-    attention is of the kind that keeps no scores, as on a GPU."""
+    """Patch a step on the meta device: weights are not initialised, what is read is zero, and
+    attention is of the kind that saves no scores, as on a GPU."""
 
     def reading(method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return lambda x: method(torch.zeros_like(x, device="cpu") if x.is_meta else x)
@@ -158,8 +158,8 @@ def without_values() -> Iterator[None]:
 
 @contextmanager
 def even_choices() -> Iterator[None]:
-    """Tokens choose experts in turn, so that each rank has as many rows for each expert: a process
-    that gathers copies of its own numbers of rows is told those of the others."""
+    """Let tokens choose experts in turn, so that each rank has as many rows for each expert: a
+    process that gathers copies of its own numbers of rows learns those of the others."""
 
     def in_turn(scores: Tensor, k: int) -> Tensor:
         tokens, experts = scores.shape
@@ -207,8 +207,8 @@ class Watch:
         return call
 
     def totals(self, mesh: ParallelMesh) -> dict[Seen, Amount]:
-        """What was seen, by the name of the axis. Messages are of axis pp, or of cp; what moves
-        heads over cp is of axis ulysses."""
+        """Return what was seen, by the name of the axis. Messages are of axis pp, or of cp; what
+        moves heads over cp is of axis ulysses."""
         result: dict[Seen, Amount] = {}
         for (group, collective), count in self.calls.items():
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -226,7 +226,7 @@ class Watch:
 
 
 def axis_name(mesh: ParallelMesh, ranks: tuple[int, ...]) -> str:
-    """Name of a group, from its members: an axis, or the holders of a bucket as in a plan."""
+    """Return the name of a group of ranks: an axis, or the holders of a bucket as in a plan."""
     for axis in AXES:
         if getattr(mesh, axis).ranks == ranks:
             return axis

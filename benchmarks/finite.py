@@ -1,10 +1,9 @@
-"""What it costs to look whether weights and states are finite: ``python benchmarks/finite.py``.
+"""The cost of checking that weights and states are finite: ``python benchmarks/finite.py``.
 
 A run trains a small GPT in one process with one thread, by the command of users. After each update
-every master weight and every state is looked at (:meth:`StateStore.windows` of
-:mod:`megapipe.optim.state_store`). The processor time of that is compared with that of the step it
-belongs to; the claim has the median of these shares, so that what else the machine does counts
-little.
+every master weight and every state is checked (:meth:`StateStore.windows` of
+:mod:`megapipe.optim.state_store`). The processor time of that is compared with that of the same
+step. The claim has the median of these shares, so that other load on the machine counts little.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from common import Result, parser, report
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 1.0
-"""Target, per cent of a step."""
+"""Target, in percent of a step."""
 WARM_UP = 3
 """Steps that do not count."""
 SCRIPT = """
@@ -63,7 +62,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def shares(folder: Path, dtype: str, *, steps: int, quick: bool) -> list[float]:
-    """The share of each step's processor time that its look at weights and states takes."""
+    """Return the share of each step's processor time that its check of weights and states takes."""
     script, out = folder / "timed.py", folder / f"{dtype}.json"
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out)))
     settings = {

@@ -1,7 +1,7 @@
-"""Layers with experts on one GPU: ``python benchmarks/gpu_experts.py``.
+"""MoE layers on one GPU: ``python benchmarks/gpu_experts.py``.
 
-- The products of experts at 16k rows, grouped, against dense products of as many FLOPs: where all
-  experts get as many rows, and where they get them by Zipf's law.
+- The products of experts at 16k rows, grouped, against dense products of as many FLOPs, if all
+  experts get as many rows, and if they get them by Zipf's law.
 - Whole steps (:mod:`gpu_ladder`) of a model of 3.0B parameters of which a token uses 0.59B, against
   a dense model with as many, and against transformers' Mixtral with its grouped products.
 """
@@ -35,7 +35,7 @@ from megapipe.ops.moe import grouped
 from megapipe.ops.probe import choose_kernel
 
 ROWS = 16384
-"""Of all experts together."""
+"""Rows of all experts together."""
 Call = Callable[[], object]
 
 
@@ -45,12 +45,12 @@ class Products:
 
     def __init__(self, size: Size, rows: int, device: torch.device, *, zipf: bool) -> None:
         moe, hidden = size.model.moe, size.hidden
-        experts, ffn = moe.experts_of(0), known(moe.ffn)
+        experts, ffn = moe.experts_of(0), known(moe.expert_ffn_hidden)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         ends = list(accumulate(numbers(rows, experts, zipf=zipf)))
         widths = [hidden, ffn, 2 * ffn]
         offered = grouped.candidates(device=device, dtype=dtype, widths=widths)
-        product = choose_kernel("experts", "auto", offered)
+        product = choose_kernel("expert_gemm", "auto", offered)
         adding = choose_kernel(
             "weight_grad", "auto", weight_grad.candidates(device=device, dtype=dtype)
         ).kernel
@@ -77,7 +77,7 @@ class Products:
 
 
 def rates(size: Size, rows: int, device: torch.device, rounds: int) -> tuple[list[Result], Table]:
-    """Rates of the products of experts over those of dense ones."""
+    """Return the rates of the products of experts, divided by those of dense ones."""
     results, lines = [], []
     for zipf in (False, True):
         products = Products(size, rows, device, zipf=zipf)
@@ -93,7 +93,7 @@ def rates(size: Size, rows: int, device: torch.device, rounds: int) -> tuple[lis
 
 
 def fastest(sides: Sequence[Sequence[Call]], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of each side's calls together, by turns: the fastest of `rounds` blocks."""
+    """Return seconds of each side's calls together, by turns: the fastest of `rounds` blocks."""
     calls = 10 if device.type == "cuda" else 1
 
     def block(side: Sequence[Call]) -> None:
@@ -109,7 +109,7 @@ def fastest(sides: Sequence[Sequence[Call]], device: torch.device, rounds: int) 
 
 
 def steps_of(found: Report, mixture: Size, dense: Size) -> list[Result]:
-    """The step of the mixture against those that it is compared with."""
+    """Return the claims on the MoE model's step against those with which it is compared."""
     results = []
     ours, plain = found.best(mixture, "megapipe"), found.best(dense, "megapipe")
     peer = found.best(mixture, "Hugging Face")

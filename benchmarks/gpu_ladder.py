@@ -1,13 +1,13 @@
 """Whole training steps on one GPU, 124M to 7B parameters: ``python benchmarks/gpu_ladder.py``.
 
-For each size: what the device does at best at the model's shapes, the largest micro-batch that
-fits without recomputation, and the median of 20 steps, plain and compiled, against Hugging Face's
-model in a usual loop. At one size, settings are changed one at a time. Each size and side runs in
-a process of its own, within a share of the time; what did not fit into it is listed.
+For each size it measures the best rates of the device at the model's shapes, the largest
+micro-batch that fits without recomputation, and the median of 20 steps, plain and compiled, against
+Hugging Face's model in a usual loop. At one size, settings are changed one at a time. Each size and
+side runs in a separate process, within a share of the time; what did not fit into it is listed.
 
-A model FLOPs utilisation (MFU) counts 6N + 12 L H Q T FLOPs per token and divides by the dense
-peak in bf16. N are the parameters in matrix products, with the head and without embeddings;
-attention counts in full although it is causal (PaLM, 2204.02311, appendix B).
+A model FLOPs utilisation (MFU) counts 6N + 12 L H Q T FLOPs per token and divides by the dense peak
+in bf16. N are the parameters in matrix products, with the head and without embeddings; attention
+counts in full although it is causal (PaLM, 2204.02311, appendix B).
 """
 
 from __future__ import annotations

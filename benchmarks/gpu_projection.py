@@ -2,10 +2,10 @@
 
 One process runs all ranks of a small pipeline on one GPU and times each operation by events of the
 device: F and B under 1F1B, F, I and W under zb_h1. From these come the times of a layer, of the
-embedding and of the head, and from those the costs of every stage of a pipeline of p ranks with as
-many layers per rank, partitioned by cost. Every registered schedule is then simulated at these
-costs. Messages are assumed to take a latency and their size over a bandwidth, within a node of 8
-and between nodes; the update and what replicas exchange are left out.
+embedding and of the head. They give the costs of every stage of a pipeline of p ranks with as many
+layers per rank, partitioned by cost. Every registered schedule is then simulated at these costs.
+Messages are assumed to take a latency and their size divided by a bandwidth, within a node of 8 and
+between nodes; the update and communication between replicas are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megapipe.model.partition import from_counts
 from megapipe.schedule.generators import names
 
 RANKS = 4
-"""Of the pipeline that is measured: two of its stages have layers only."""
+"""Ranks of the measured pipeline: two of its stages have layers only."""
 MICROBATCHES = 8
 KINDS = ("F", "I", "W", "B")
 SPLIT_COST = 1.03
@@ -54,13 +54,13 @@ def measure(size: Size, rows: int, layers: int, steps: int, mesh: ParallelMesh) 
 def costs_of(
     size: Size, rows: int, layers: int, name: str, steps: int, mesh: ParallelMesh
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds by kind and stage, and the gaps, of one schedule."""
+    """Return seconds by kind and stage, and the gaps, of one schedule."""
     changes: Settings = {
         "parallel": {"pp": RANKS},
         "pipeline": {
             "schedule": name,
-            "channels": "in_process",
-            "layout": from_counts([layers] * RANKS),
+            "transport": "in_process",
+            "stage_layout": from_counts([layers] * RANKS),
         },
     }
     side = Ours(size, mesh, rows, changes)

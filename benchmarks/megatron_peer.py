@@ -2,10 +2,10 @@
 
 Layers, attention, the cross-entropy over a split vocabulary, schedules and data parallelism are
 megatron-core's own ("local" ones, without Transformer Engine); gloo carries its messages. It
-expects a GPU, so what it makes is placed on the CPU (:func:`_on_the_cpu`), and its tracker of
-random states is the one for inference, which leaves CUDA's generators alone: there is no dropout.
-Its optimizers take only CUDA tensors; AdamW and clipping are torch's, as for the other peers, and
-replicas each update all weights. Its kernels compiled by torch are off: with them a step here is no
+expects a GPU, so what it makes is placed on the CPU (:func:`_on_the_cpu`). Its tracker of random
+states is the one for inference, which does not use CUDA's generators: there is no dropout. Its
+optimizers take only CUDA tensors; AdamW and clipping are torch's, as for the other peers, and
+replicas each update all weights. Its kernels compiled by torch are off: with them a step is no
 faster.
 """
 
@@ -42,7 +42,7 @@ OTHER_NAMES = {
     "transformer.ln_f": "decoder.final_layernorm",
     "lm_head": "output_layer",
 }
-"""Modules of GPT-2's checkpoints, and what megatron-core calls them."""
+"""Modules of GPT-2's checkpoints, and their names in megatron-core."""
 
 
 def megatron_side(row: Row, mesh: ParallelMesh) -> Side:
@@ -107,7 +107,7 @@ def megatron_side(row: Row, mesh: ParallelMesh) -> Side:
 
 @contextmanager
 def _on_the_cpu() -> Iterator[None]:
-    """Where megatron-core asks for the current CUDA device, or for zeros on one, the CPU."""
+    """Give megatron-core the CPU when it asks for the current CUDA device, or for zeros on one."""
     zeros = torch.zeros
 
     def zeros_on_the_cpu(*args: Any, device: Any = None, **options: Any) -> Tensor:
@@ -121,7 +121,7 @@ def _on_the_cpu() -> Iterator[None]:
 
 
 def _stages(row: Row, mesh: ParallelMesh) -> list[Any]:
-    """This rank's, with megapipe's first weights."""
+    """Make this rank's stages, with megapipe's first weights."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -149,7 +149,7 @@ def _stages(row: Row, mesh: ParallelMesh) -> list[Any]:
         pipeline_model_parallel_size=row.pp,
         virtual_pipeline_model_parallel_size=row.chunks if row.chunks > 1 else None,
         pipeline_dtype=torch.float32,
-        # two ranks with chunks send both ways to each other: each way needs a group of its own
+        # two ranks with chunks send both ways to each other: each way needs a separate group
         overlap_p2p_comm=row.chunks > 1,
         batch_p2p_comm=row.chunks == 1,
         batch_p2p_sync=False,
@@ -180,8 +180,8 @@ def _stages(row: Row, mesh: ParallelMesh) -> list[Any]:
 
 
 def _renamed(state: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """The weights of a `GPT2LMHeadModel`, which keeps linear weights as [in, out], as
-    megatron-core has them: [out, in], with query, key and value of one head side by side."""
+    """Rename the weights of a `GPT2LMHeadModel`, which keeps linear weights as [in, out], to those
+    of megatron-core: [out, in], with query, key and value of one head side by side."""
     renamed = {}
     for name, value in state.items():
         module, _, kind = name.rpartition(".")
@@ -198,8 +198,8 @@ def _renamed(state: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 def _load(stage: Any, weights: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
-    """A stage counts its layers from 0, and holds its rank's part of what tensor parallelism
-    splits."""
+    """Load a stage, which counts its layers from 0 and holds its rank's part of what tensor
+    parallelism splits."""
     layers = "decoder.layers."
     first = stage.decoder.layers[0].layer_number - 1
     with torch.no_grad():
@@ -214,5 +214,5 @@ def _load(stage: Any, weights: Mapping[str, Tensor], mesh: ParallelMesh) -> None
 
 
 def _is_split(parameter: Any) -> bool:
-    """By tensor parallelism, of any number of ranks."""
+    """Whether tensor parallelism, of any number of ranks, splits the parameter."""
     return getattr(parameter, "tensor_model_parallel", False)

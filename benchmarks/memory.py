@@ -1,14 +1,13 @@
 """Planned activation memory against what is held: ``python benchmarks/memory.py``.
 
 Every registered schedule runs one step in one process, with every kind of activation policy that a
-layout accepts for it. Each storage that a stage's operation makes has a finaliser, and those that
-are alive are added up per rank: after each operation, and within it at each allocation. The plan,
+layout accepts for it. Each storage that a stage's operation makes has a finaliser, and live
+storages are added up per rank: after each operation, and within it at each allocation. The plan,
 that of ``--dry-run`` (:mod:`megapipe.plan.activation_memory`), runs each stage once without values
-and adds up what the operations of the same schedule should hold. Messages in flight are in
-neither.
+and adds up what the operations of the same schedule should hold. Messages in flight are in neither.
 
-Then the same where positions are split over two processes on gloo, of the one that holds most; and
-then the same for what a process holds of the model, in :mod:`model_memory`.
+Then the same is measured with positions split over two processes on gloo, for the one that holds
+most. Finally :mod:`model_memory` does it for what a process holds of the model.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from megapipe.engine.channels import InProcessChannels
 from megapipe.engine.executor import Executor, run_together
 from megapipe.engine.stage import Key, Stage
 from megapipe.errors import ConfigError
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.gpt.stage import GPTStage
-from megapipe.ops.block_attention import CpuFlash
 from megapipe.ops.kernels import Kernels
-from megapipe.ops.storages import LiveStorages
+from megapipe.ops.live_storages import LiveStorages
+from megapipe.ops.tile_attention import CpuFlash
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.plan.activation_memory import peak_activations
 from megapipe.plan.measurements import BY_UNITS
@@ -60,7 +59,7 @@ TOLERANCE = 0.01
 SCALAR = 8
 """Bytes of the loss of a micro-batch, which is kept to the end of the step and not counted."""
 SLACK = 512
-"""Bytes, less than a message has, by which something else may hold more than is planned."""
+"""Bytes, less than a message has, by which more may be held than planned."""
 ALL = ["norm", "attention", "mlp_activation"]
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -74,31 +73,31 @@ CP, TIMES = 2, 10
 """Ranks over which positions are split; and how often each is measured there at most: gloo's
 threads may free what they have sent a moment late."""
 LET_GO_S = 10.0
-"""How late that may be at the end."""
+"""Seconds by which that may be late at the end."""
 CONTEXTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ring": ({}, {}),
     "Ulysses": ({"ulysses": CP}, {}),
-    "all_gather": ({"plan": "all_gather"}, {}),
+    "all_gather": ({"algorithm": "all_gather"}, {}),
     "ring, attention kept": ({}, {"policy": "full", "keep_attention": True}),
     "Ulysses, selective, attention kept": (
         {"ulysses": CP},
         {"policy": "selective", "keep_attention": True},
     ),
 }
-"""Sections context and activations."""
+"""Values of the sections context and activations."""
 
 
 class Alive(NamedTuple):
-    """What is held at one time, or at most."""
+    """Memory that is held at one time, or at most."""
 
     device: int = 0
-    """Bytes."""
+    """Bytes on the device."""
     host: int = 0
-    """Bytes."""
+    """Bytes on the host."""
     within: int = 0
     """Bytes on the device within operations."""
     activations: int = 0
-    """Pieces, each counted at each stage that has a graph or weight gradients of it."""
+    """Work items, each counted at each stage that has a graph or weight gradients of it."""
 
     def most(self, other: Alive) -> Alive:
         return Alive(*map(max, zip(self, other, strict=True)))
@@ -115,17 +114,17 @@ class Rank:
         self.stages: dict[int, Measured] = {}
         self.peak = Alive()
         self.live = LiveStorages()
-        """Of all operations of the rank."""
+        """Storages of all operations of the rank."""
 
     def note(self) -> None:
         self.peak = self.peak.most(Alive.total(stage.alive() for stage in self.stages.values()))
 
 
 class Measured(Stage):
-    """Notes what its operations leave alive.
+    """A stage that notes what its operations leave alive.
 
-    What comes in is copied, so that it belongs to the operation, and what goes out is too, so that
-    it does not.
+    Inputs are copied, so that they belong to the operation, and so are outputs, so that they do
+    not.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Measured(Stage):
         self.rank = rank
         self.live: dict[Key, LiveStorages] = {}
         self.graphs: set[Key] = set()
-        """What has had a graph: not its input alone is held."""
+        """Work items that have had a graph: more than their input is held."""
 
     def forward(self, key: Key, x: Tensor | None, mb: MicroBatch) -> Tensor | None:
         given = [t for t in (mb.tokens, mb.labels, mb.mask) if t is not None]
@@ -168,7 +167,7 @@ class Measured(Stage):
             super().weight_grad(key)
 
     def alive(self) -> Alive:
-        """Of all pieces, now. What slices share in a cache is none's own."""
+        """Return what is held now for all work items. A cache that slices share belongs to none."""
         cached = {
             id(tensor.untyped_storage())
             for cache in self._caches.values()
@@ -191,8 +190,8 @@ class Measured(Stage):
 def configure(
     schedule: str, activations: dict[str, Any], sequence: int, context: dict[str, Any] | None = None
 ) -> tuple[Config, Layout]:
-    """With as few micro-batches, from LEAST_MICROBATCHES on, as the schedule takes; with a section
-    `context` positions are split."""
+    """Return a configuration with the fewest micro-batches, from LEAST_MICROBATCHES on, that the
+    schedule takes; with a section `context` positions are split."""
     cp = 1 if context is None else CP
     refusal: ConfigError | None = None
     for microbatches in range(LEAST_MICROBATCHES, LEAST_MICROBATCHES + 2 * RANKS):
@@ -207,7 +206,7 @@ def configure(
                 },
                 "parallel": {"pp": RANKS, "cp": cp, "device": "cpu"},
                 "context": context or {},
-                "pipeline": {"schedule": schedule, "channels": "in_process"},
+                "pipeline": {"schedule": schedule, "transport": "in_process"},
                 "activations": activations,
                 "train": {
                     "sequence_length": sequence,
@@ -225,8 +224,8 @@ def configure(
 
 
 def measure(config: Config, layout: Layout, mesh: ParallelMesh | None = None) -> list[Alive]:
-    """Per rank, the most that was alive after any of its operations; of one of the processes of a
-    `mesh` over which positions are split."""
+    """Return per rank the most that was alive after any of its operations; with a `mesh` over which
+    positions are split, for one of its processes."""
     schedule, model = layout.schedule, config.model
     kernels, place = KERNELS, 0
     if mesh is not None:
@@ -267,8 +266,8 @@ def measure(config: Config, layout: Layout, mesh: ParallelMesh | None = None) ->
 
 
 def microbatches(layout: Layout, place: int) -> dict[Key, MicroBatch]:
-    """Random tokens for each piece that the schedule has, at the positions of a context-parallel
-    index."""
+    """Return random tokens for each work item of the schedule, at the positions of a
+    context-parallel index."""
     result = {}
     generator = torch.Generator().manual_seed(0)
     length, cp = layout.local_length, layout.cp
@@ -294,7 +293,7 @@ def microbatches(layout: Layout, place: int) -> dict[Key, MicroBatch]:
 
 
 def predict(config: Config, layout: Layout) -> list[Alive]:
-    """Per rank, the most that its operations should hold: bytes by plan, activations as the
+    """Return per rank the most that its operations should hold: bytes by plan, activations as the
     validator counts them."""
     units = Units(config, layout)
     return [
@@ -310,9 +309,9 @@ def predict(config: Config, layout: Layout) -> list[Alive]:
 def compare(
     schedules: Collection[str], policy: str, sequence: int, refused: list[str]
 ) -> Iterator[Result]:
-    """The largest relative differences of any rank of any of the schedules.
+    """Yield the largest relative differences of any rank of any of the schedules.
 
-    Adds to `refused` what the layout says of schedules that do not go with the policy.
+    Adds to `refused` the layout's messages about schedules that do not go with the policy.
     """
     cases: dict[str, tuple[Config, Layout]] = {}
     for name in schedules:
@@ -328,7 +327,7 @@ def compare(
 def compare_split(
     schedules: Collection[str], name: str, sequence: int, refused: list[str]
 ) -> Iterator[Result]:
-    """The same where positions are split over CP processes as CONTEXTS[name] says."""
+    """Yield :func:`compare` with positions split over CP processes as CONTEXTS[name] says."""
     cases: dict[str, tuple[Config, Layout]] = {}
     context, activations = CONTEXTS[name]
     for schedule in schedules:
@@ -346,8 +345,8 @@ def compare_split(
 
 
 def measure_split(world: World, cases: Sequence[tuple[Config, Layout]]) -> list[list[Alive]]:
-    """Measure one member by case and pipeline rank: the least of some times, until no member holds
-    more than is planned."""
+    """Measure one rank by case and pipeline rank: the least of some times, until no rank holds more
+    than is planned."""
     mesh = world.mesh(Grid(cp=CP))
     found = []
     for config, layout in cases:
@@ -372,7 +371,7 @@ def claims(
     cases: Mapping[str, tuple[Config, Layout]],
     found: Mapping[str, Sequence[Alive]],
 ) -> Iterator[Result]:
-    """The largest relative differences of any rank of any of the schedules."""
+    """Yield the largest relative differences of any rank of any of the schedules."""
     worst: dict[str, tuple[float, str]] = dict.fromkeys(Alive._fields, (0.0, ""))
     for name, case in cases.items():
         ranks = zip(found[name], predict(*case), strict=True)

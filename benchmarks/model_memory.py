@@ -1,4 +1,4 @@
-"""What a process holds of the model itself, measured for :mod:`memory`: every ZeRO stage.
+"""Memory that a process holds of the model itself, measured for :mod:`memory`: every ZeRO stage.
 
 Real worlds of gloo processes train a step. The storages of weights, gradients and optimizer state
 are added up when the step is over, and each time one of them gets memory during it.
@@ -28,18 +28,18 @@ from megapipe.plan.memory import model_memory
 from megapipe.testing import World, run_world
 
 PP, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 4, 2, 8, 257
-"""As small as goes with every schedule."""
+"""Sizes that are as small as every schedule allows."""
 SHARING = 2
-"""Ranks that hold the same weights, but for their experts: of dp, or of cp."""
+"""Ranks that hold the same weights, except for their experts: over dp, or over cp."""
 TOLERANCE = 0.02
-EXPERTS = {"experts": 4, "ffn": 32, "dense_first": 1}
+EXPERTS = {"num_experts": 4, "expert_ffn_hidden": 32, "first_dense_layers": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero 0": {"optimizer": {"zero": 0}},
     "zero 1": {"optimizer": {"zero": 1}},
     "zero 2": {"optimizer": {"zero": 2}},
     "zero 3": {"optimizer": {"zero": 3}},
     "zero 3, prefetch 0, bf16": {
-        "optimizer": {"zero": 3, "prefetch": 0},
+        "optimizer": {"zero": 3, "weight_prefetch": 0},
         "model": {"dtype": "bf16"},
     },
     "zero 1, bf16 states": {
@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": {"dtype": "bf16"},
     },
     "zero 1, lion, no masters": {
-        "optimizer": {"rule": "lion", "master": "none"},
+        "optimizer": {"rule": "lion", "master_weights": "none"},
         "model": {"dtype": "bf16"},
     },
     "zero 1, post-validation": {"optimizer": {"post_validation": True}},
@@ -63,7 +63,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "experts, edp 2, zero 3": {"optimizer": {"zero": 3}, "model": {"moe": EXPERTS}},
 }
-"""With ep 2 a rank's experts are on no other; with edp 2 two have the same ones."""
+"""Settings by name. With ep 2 a rank's experts are on no other; with edp 2 two have the same
+ones."""
 
 
 def configure(schedule: str, setting: dict[str, Any]) -> tuple[Config, Layout]:
@@ -98,7 +99,7 @@ def grid_of(setting: dict[str, Any]) -> Grid:
 
 
 def storages(step: TrainStep) -> dict[int, int]:
-    """Bytes by storage of all that belongs to the model, weights and gradients and states."""
+    """Return bytes by storage of all that belongs to the model: weights, gradients and states."""
     tensors: list[Tensor] = []
     for shard in step.optimizer.shards:
         bucket, store = shard.bucket, shard.store
@@ -109,12 +110,12 @@ def storages(step: TrainStep) -> dict[int, int]:
 
 
 def kept(step: TrainStep) -> int:
-    """Bytes of the copies from which an update could be undone."""
+    """Return the bytes of the copies from which an update could be undone."""
     return sum(copy.nbytes for shard in step.optimizer.shards for copy in shard.store.kept)
 
 
 def measure(world: World, cases: list[tuple[str, str]]) -> list[tuple[int, int]]:
-    """Per case (schedule, setting): bytes held after a step, and the most during it."""
+    """Return for each case (schedule, setting) bytes held after a step, and the most during it."""
     found = []
     for schedule, setting in cases:
         config, layout = configure(schedule, SETTINGS[setting])
@@ -153,9 +154,9 @@ def _measured(step: TrainStep) -> tuple[int, int]:
 
 
 def compare(schedules: Sequence[str], refused: list[str]) -> Iterator[Result]:
-    """The largest relative differences of any rank and schedule, per setting.
+    """Yield the largest relative differences of any rank and schedule, per setting.
 
-    Adds to `refused` what the layout says of schedules that do not go with a setting.
+    Adds to `refused` the layout's messages about schedules that do not go with a setting.
     """
     cases = []
     for setting in SETTINGS:

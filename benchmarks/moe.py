@@ -1,14 +1,14 @@
-"""Layers with experts on CPU cores: ``python benchmarks/moe.py``.
+"""MoE layers on CPU cores: ``python benchmarks/moe.py``.
 
 - A whole step of a small Mixtral (:mod:`step`), against transformers' by each of its ways to
   compute experts: the same weights, batches and losses, one thread.
-- The products of experts in F, I and W, against dense products of as many FLOPs, where all experts
-  get as many rows and where they get them by Zipf's law; those of W against a bare loop of addmm.
-- The backward of a layer cut into I and W, against the same in one.
+- The products of experts in F, I and W, against dense products of as many FLOPs, if all experts get
+  as many rows and if they get them by Zipf's law; those of W against a bare loop of addmm.
+- The backward of a layer cut into I and W, against an uncut one.
 - Two processes that train one model on other samples, with experts split over them, against both
   having all experts; and a tiny model over slowed links, against simulation (:mod:`slow_link`).
 
-What is compared runs by turns. A ratio is that of the fastest; of I and W, and of two processes, it
+Compared sides run by turns. A ratio is that of the fastest; for I and W, and for two processes, it
 is the median of the rounds.
 """
 
@@ -25,9 +25,9 @@ from typing import NamedTuple
 import slow_link
 import torch
 from common import Result, compare, parser, report, seconds
+from interleaved_timing import Batch, in_turns
 from step import OF_EXPERTS, Size, peak, times
 from torch import Tensor
-from turns import Batch, in_turns
 
 from megapipe import TrainStep
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
@@ -46,11 +46,11 @@ from megapipe.testing import World, run_world
 
 EXPERTS, TOP_K = slow_link.EXPERTS, slow_link.TOP_K
 COPYING, MOST_COPIED = "batched_mm", 4e9
-"""The way of transformers' that copies matrices, and bytes beyond which it is left out."""
+"""The mode of transformers that copies matrices, and bytes beyond which it is skipped."""
 
 
 def whole_step(size: Size, rounds: int) -> list[Result]:
-    """Time and memory of a step, against the fastest of transformers'."""
+    """Compare time and memory of a step with the fastest of transformers'."""
     peers = [name for name in OF_EXPERTS if name != COPYING or copied(size) < MOST_COPIED]
     if COPYING not in peers:
         print(f"{COPYING} is left out: it copies {copied(size) / 1e9:.0f} GB of matrices")
@@ -68,15 +68,15 @@ def whole_step(size: Size, rounds: int) -> list[Result]:
 
 
 def copied(size: Size) -> int:
-    """Bytes of the matrices of experts that transformers copies for the rows of a step, one for
-    each, and keeps to the backward."""
+    """Return the bytes of the matrices of experts that transformers copies for the rows of a step,
+    one for each, and keeps to the backward."""
     config, _ = size.config()
     rows = size.batch * size.sequence * TOP_K
     return size.layers * rows * 3 * config.model.moe.ffn * size.hidden * 4
 
 
 class Shape(NamedTuple):
-    """Of the two products of experts."""
+    """Shape of the two products of experts."""
 
     rows: int
     hidden: int
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
 
 def numbers(rows: int, experts: int, *, zipf: bool) -> list[int]:
-    """Rows of each expert."""
+    """Return the number of rows of each expert."""
     shares = [1 / (i + 1) if zipf else 1.0 for i in range(experts)]
     found = [int(rows * share / sum(shares)) for share in shares]
     found[0] += rows - sum(found)
@@ -92,7 +92,7 @@ def numbers(rows: int, experts: int, *, zipf: bool) -> list[int]:
 
 
 def best(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Processor time of the fastest call of each."""
+    """Return the processor time of the fastest call of each."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for i in range(rounds + 1):
         for name, function in functions.items():
@@ -104,7 +104,7 @@ def best(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
-    """F, I and W of both products, of rows in the order of their experts."""
+    """Time F, I and W of both products, on rows in the order of their experts."""
     ends = list(accumulate(numbers(shape.rows, EXPERTS, zipf=zipf)))
     ways = {"up": (shape.hidden, 2 * shape.ffn), "down": (shape.ffn, shape.hidden)}
     ours: list[Callable[[], object]] = []
@@ -143,13 +143,13 @@ def products(shape: Shape, rounds: int, *, zipf: bool) -> list[Result]:
 
 
 def loop(total: Tensor, grad: Tensor, x: Tensor, ends: Sequence[int]) -> None:
-    """Adds the gradients of the weights of experts to `total`."""
+    """Add the gradients of the weights of experts to `total`."""
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         total[expert].addmm_(grad[start:end].t(), x[start:end])
 
 
 def all_of(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """Calls them one after the other."""
+    """Return a function that calls them one after the other."""
 
     def call() -> None:
         for function in functions:
@@ -159,7 +159,7 @@ def all_of(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 def split_backward(size: Size, rounds: int) -> Result:
-    """I and W of a layer against its B."""
+    """Compare I and W of a layer with its B."""
     config, _ = size.config()
     spec, cpu = StageSpec(embedding=False, layers=range(1), head=False), torch.device("cpu")
     module = GPTStage(config.model, spec, Sharding(Axis.alone(), False, torch.float32))
@@ -185,7 +185,8 @@ def split_backward(size: Size, rounds: int) -> Result:
 
 
 def seconds_of_two(world: World, size: Size, rounds: int) -> list[list[float]]:
-    """Seconds of each round, with all experts on both processes and with half of them on each."""
+    """Return seconds of each round, with all experts on both processes and with half of them on
+    each."""
     mesh = world.mesh(Grid(dp=2))
     split = ParallelMesh(Grid(dp=2, ep=2), device=mesh.device, timeout_s=60.0)
     steps = [TrainStep(*slow_link.configured(size, each.grid.ep), each) for each in (mesh, split)]

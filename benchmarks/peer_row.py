@@ -1,5 +1,5 @@
-"""What the sides of :mod:`peers` share: the model and layout of a row, its batches, weights and
-optimizer."""
+"""Parts that the sides of :mod:`peers` share: the model and layout of a row, its batches, weights
+and optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megapipe.plan.measurements import BY_UNITS
 GOAL = 1.1
 
 Side = Callable[[int], float]
-"""Runs step i on this rank; its loss, or NaN where a rank does not know it."""
+"""Function that runs step i on this rank; returns its loss, or NaN if the rank does not know it."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def chunks(self) -> int:
-        """Stages of each pipeline rank."""
+        """Number of stages of each pipeline rank."""
         return int(self.pipeline.get("chunks", 1))
 
     @property
     def samples(self) -> int:
-        """In a step."""
+        """Samples in a step."""
         return self.dp * self.microbatches * self.size.batch
 
     def config(self) -> tuple[Config, Layout]:
@@ -64,13 +64,13 @@ class Row:
         return resolve(config, self.world, self.size.vocab, measure=BY_UNITS)
 
     def batches(self) -> Tensor:
-        """[n, samples, s + 1], those of the replicas one after the other."""
+        """Return [n, samples, s + 1], the batches of the replicas one after the other."""
         parts = [own_batches(self.size, part) for part in range(self.samples // self.size.batch)]
         return torch.cat(parts, dim=1)
 
 
 def plain_model(row: Row, *, tied: bool) -> PlainGPT:
-    """The plain GPT-2 with megapipe's first weights."""
+    """Make the plain GPT-2 with megapipe's first weights."""
     model = PlainGPT(row.config()[0].model)
     state = initial_weights(row.size, tied=tied)
     if not tied:
@@ -92,7 +92,7 @@ class Part(nn.Module):
             self.ln_f, self.lm_head = model.ln_f, model.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """tokens [b, s] or hidden states [b, s, h] -> hidden states or logits [b, s, V]."""
+        """Map tokens [b, s] or hidden states [b, s, h] to hidden states or logits [b, s, V]."""
         if self.first:
             x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
         for block in self.h:
@@ -103,7 +103,7 @@ class Part(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """[b, s, V] and [b, s] -> mean loss per token, nats."""
+    """Return the mean loss per token in nats, of [b, s, V] and [b, s]."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

@@ -1,15 +1,15 @@
-"""megapipe beside its peers, on the CPU: ``python benchmarks/peers.py``.
+"""megapipe compared with its peers, on the CPU: ``python benchmarks/peers.py``.
 
-Each row trains one model twice in the same processes, once by megapipe and once by a peer: the same
-weights, batches, clipping and AdamW in fp32. A row counts only if the losses of the first steps
-agree to 2e-6, and if the load of the machine was at most 2 before it: else it says that it is void,
-and the exit code is 1. Then the two run a step by
-turns. Given is the peer's time over ours, as the median over the rounds: of the clock on the wall,
-until the slowest process is done, and of the processors, all processes together. The last rows are
-of a model so small that what a step costs besides its arithmetic decides.
+Each row trains one model twice in the same processes, once by megapipe and once by a peer. Weights,
+batches, clipping and AdamW in fp32 are the same. A row counts only if the losses of the first steps
+agree to 2e-6, and if the load of the machine was at most 2 before it. Otherwise it says that it is
+void, and the exit code is 1. Then the two run a step by turns. The value is the peer's time over
+ours, as the median over the rounds. It is given for the wall clock, until the slowest process is
+done, and for the processors, all processes together. The last rows have a model so small that the
+cost of a step besides its arithmetic decides.
 
-transformers runs GPT-2 in one process. torch's pipelining, DistributedDataParallel with
-ZeroRedundancyOptimizer, and FSDP2 run a plain GPT-2 (:mod:`plain_gpt`); torch's tensor parallelism
+The peer transformers runs GPT-2 in one process. torch's pipelining, DistributedDataParallel with
+ZeroRedundancyOptimizer, and FSDP2 run a plain GPT-2 (:mod:`plain_gpt`). torch's tensor parallelism
 splits transformers' Llama, whose projections are apart. megatron-core (:mod:`megatron_peer`) and
 DeepSpeed's pipeline (:mod:`deepspeed_peer`) run where they are installed.
 """
@@ -59,10 +59,10 @@ from megapipe.testing import World, run_world
 TOLERANCE = 2e-6
 SMALL_GOAL = 1.0
 VOID = "void, first losses apart by"
-"""In the claim of a row that does not count."""
+"""Words in the claim of a row that does not count."""
 MOST_LOAD = 2.0
 BUSY = "void, load of the machine"
-"""In the claim of a row that was not measured, as something else ran."""
+"""Words in the claim of a row that was not measured, as other programs ran."""
 
 
 class Lap(NamedTuple):
@@ -96,7 +96,7 @@ def transformers_side(row: Row, mesh: ParallelMesh) -> Side:
 
 
 def pipelining_side(row: Row, mesh: ParallelMesh) -> Side:
-    """torch.distributed.pipelining: 1F1B, or interleaved 1F1B where megapipe has chunks."""
+    """Make torch.distributed.pipelining: 1F1B, or interleaved 1F1B if megapipe has chunks."""
     model = plain_model(row, tied=False)
     chunks = row.chunks
     count = chunks * row.pp
@@ -140,7 +140,7 @@ def replicated_side(row: Row, mesh: ParallelMesh) -> Side:
 
 
 def fsdp_side(row: Row, mesh: ParallelMesh) -> Side:
-    """FSDP2: each block, and the rest, gathered and reduced on its own."""
+    """Make FSDP2: each block, and the rest, gathered and reduced separately."""
     model = plain_model(row, tied=True)
     replicas = init_device_mesh("cpu", (row.dp,))
     for block in model.h:
@@ -163,7 +163,8 @@ def fsdp_side(row: Row, mesh: ParallelMesh) -> Side:
 
 
 def tensor_parallel_side(row: Row, mesh: ParallelMesh) -> Side:
-    """torch's tensor parallelism of transformers' Llama; the embedding and the head are whole."""
+    """Make torch's tensor parallelism of transformers' Llama; the embedding and the head are
+    whole."""
     from transformers import LlamaForCausalLM
 
     from megapipe.model.gpt.hf.config import config_to_hf
@@ -218,7 +219,7 @@ OPTIONAL = ("megatron-core", "deepspeed")
 
 
 class Measured(NamedTuple):
-    """Of one rank."""
+    """Measurements of one rank."""
 
     apart: float
     """Largest relative difference of the first losses."""
@@ -243,20 +244,21 @@ def measure(world: World, row: Row, rounds: int) -> Measured:
 
 
 def difference(ours: float, theirs: float) -> float:
-    """Relative; infinite where one of them is no number, which no maximum would show."""
+    """Return the relative difference; infinite if one is not a number, which no maximum would
+    show."""
     found = abs(ours - theirs) / ours
     return math.inf if math.isnan(found) else found
 
 
 def known_mean(loss: float) -> float:
-    """The mean over the ranks that know a loss."""
+    """Return the mean over the ranks that know a loss."""
     known = torch.tensor([0.0, 0.0] if math.isnan(loss) else [loss, 1.0], dtype=torch.float64)
     dist.all_reduce(known)
     return float(known[0] / known[1])
 
 
 def ratios(ranks: Sequence[Measured]) -> Lap:
-    """The peer's time over ours, medians of the rounds."""
+    """Return the peer's time over ours, medians of the rounds."""
 
     def laps(side: str) -> Iterator[Lap]:
         for round_ in zip(*(getattr(rank, side) for rank in ranks), strict=True):
@@ -296,8 +298,8 @@ def claims(row: Row, rounds: int, most_load: float) -> Iterator[Result]:
 
 
 def rows(large: Size, small: Size) -> list[Row]:
-    """Every layout with its peers; then those whose cost besides arithmetic is told by a small
-    model."""
+    """Return every layout with its peers; then, with a small model, those whose cost besides
+    arithmetic it shows."""
     one = Row("1 process", "transformers", large)
     pipe = Row("pp 2", "torch pipelining", large, pp=2, microbatches=4)
     looped = {"chunks": 2, "schedule": "interleaved_1f1b"}

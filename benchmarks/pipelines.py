@@ -53,11 +53,11 @@ TORCH: dict[str, Any] = {
 
 
 class Sleeper:
-    """Sleeps for the operations of a stage, once it is `on`; without it they only count."""
+    """Sleeps for the operations of a stage, once it is `on`; before, they are only counted."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
-        """By kind, for a whole micro-batch."""
+        """Seconds by kind, for a whole micro-batch."""
         self.on = False
         self.ops = [0] * len(Kind)
 
@@ -68,13 +68,13 @@ class Sleeper:
 
 
 def whole_inputs(microbatches: int, length: int) -> Tensor:
-    """[m, s, b, 1]: what enters the first stage. Its sum is the loss."""
+    """Return the inputs of the first stage, [m, s, b, 1]. Their sum is the loss."""
     count = microbatches * length * ROWS
     return torch.arange(count, dtype=torch.float32).view(microbatches, length, ROWS, 1) % 7
 
 
 class _NoWork:
-    """A weight gradient that is queued and has nothing to do."""
+    """A queued weight gradient without work."""
 
     def begin(self) -> None:
         pass
@@ -99,7 +99,8 @@ class _Pass(torch.autograd.Function):
 
 
 class _Idle(nn.Module):
-    """What megapipe's stage needs of a model chunk; `tokens` are hidden states already."""
+    """The interface that megapipe's stage needs of a model chunk; `tokens` are hidden states
+    already."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class _Idle(nn.Module):
         mb: MicroBatch,
         cache: KVCache | None = None,
         *,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
         x = mb.tokens if x is None else x
         y = cast(Tensor, _Pass.apply(x, self.weight, self.queue))
@@ -124,7 +125,7 @@ class _Idle(nn.Module):
 
 
 class _SleepingStage(Stage):
-    """`share_of` tells which share of a whole micro-batch a key is."""
+    """A stage that sleeps; `share_of` returns the share of a whole micro-batch that a key is."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class _SleepingStage(Stage):
 
 
 class _Counted:
-    """The sender's end of a channel, and how many messages went through it."""
+    """The sender's end of a channel, with the number of messages sent through it."""
 
     def __init__(self, end: Any) -> None:
         self.end = end
@@ -218,13 +219,13 @@ class Ours:
         self.executor.run(self.microbatches)
 
     def loss(self) -> float:
-        """Sum of this rank's losses in the last step."""
+        """Return the sum of this rank's losses in the last step."""
         return sum(
             float(loss) for stage in self.stages.values() for loss in stage.loss_sums.values()
         )
 
     def messages(self) -> int:
-        """Messages sent so far."""
+        """Return the number of messages sent so far."""
         return sum(cast(_Counted, end).messages for end in self.channels.outgoing.values())
 
 
@@ -248,7 +249,7 @@ def _microbatches(schedule: Schedule, length: int) -> dict[Key, MicroBatch]:
 
 
 class _Shift(nn.Module):
-    """The least that torch's stages can split a backward of."""
+    """The smallest module whose backward torch's stages can split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ class _SleepingTorchStage(PipelineStage):
 
 
 class Theirs:
-    """A rank of torch's pipeline over the default process group, likewise."""
+    """A rank of torch's pipeline over the default process group, with the interface of `Ours`."""
 
     def __init__(
         self,
@@ -320,5 +321,5 @@ class Theirs:
         )
 
     def loss(self) -> float:
-        """Sum of this rank's losses in the last step."""
+        """Return the sum of this rank's losses in the last step."""
         return sum(float(loss.detach()) for loss in self.losses)

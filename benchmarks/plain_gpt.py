@@ -88,7 +88,7 @@ class PlainGPT(nn.Module):
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
     def load_gpt2(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of a `GPT2LMHeadModel`, which keeps linear weights as [in, out]."""
+        """Load the weights of a `GPT2LMHeadModel`, which keeps linear weights as [in, out]."""
         turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
         self.load_state_dict(
             {

@@ -1,11 +1,11 @@
 """The bubble that post-validation removes: ``python benchmarks/post_validation.py``.
 
-Waiting for the global gradient norm makes every step as long as the schedule's makespan. Without,
-steps follow each other as closely as their operations allow. Real training steps of a small model
-run one after the other, once with ``optimizer.post_validation`` and once without; each operation is
-made to last a given time by sleeping, so four ranks show their true bubbles on two cores. The
-simulator is given these times: it predicts the step that waits by the makespan, the one that does
-not by the pace of many steps in one list. Both trainings must give the same losses and norms.
+Waiting for the global gradient norm makes every step as long as the schedule's makespan. Without
+the wait, steps follow each other as closely as their operations allow. Real training steps of a
+small model run one after the other, once with ``optimizer.post_validation`` and once without. Each
+operation sleeps until it has lasted a given time, so four ranks show their true bubbles on two
+cores. The simulator knows these times: it predicts the step that waits by the makespan, the other
+by the pace of many steps in one list. Both trainings must give the same losses and norms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from common import Result, parser, report
-from lasting import configured, lasting, rows
+from timed_operations import configured, lasting, rows
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
@@ -64,17 +64,17 @@ class Case:
             microbatches=self.microbatches,
             steps=steps,
             pipeline={"schedule": self.name},
-            optimizer={"clip": 1e6, "post_validation": trust, "warmup_steps": 0},
+            optimizer={"max_grad_norm": 1e6, "post_validation": trust, "warmup_steps": 0},
         )
 
 
 class Pace(NamedTuple):
-    """Seconds per step."""
+    """Pace of training, in seconds per step."""
 
     waiting: float
-    """With the norm before the update."""
+    """Seconds with the norm before the update."""
     trusting: float
-    """With the norm after it."""
+    """Seconds with the norm after it."""
 
     @property
     def saved(self) -> float:
@@ -89,12 +89,12 @@ class Trained(NamedTuple):
     """One rank's steps."""
 
     ends: list[float]
-    """When each ended, on the clock that the ranks share."""
+    """Time at which each ended, on the clock that the ranks share."""
     results: list[StepResult]
 
 
 def train(world: World, case: Case, steps: int) -> tuple[Trained, Trained]:
-    """Waiting, and trusting."""
+    """Train with the wait, and without."""
     waiting, trusting = (train_one(world, case, steps, trust=trust) for trust in (False, True))
     return waiting, trusting
 
@@ -114,7 +114,7 @@ def train_one(world: World, case: Case, steps: int, *, trust: bool) -> Trained:
 
 
 def chained(schedule: Schedule, steps: int) -> Schedule:
-    """The operations of several steps, one after the other on each rank."""
+    """Chain the operations of several steps, one after the other on each rank."""
     step = schedule.microbatches << MICROBATCH_SHIFT
     return replace(
         schedule,
@@ -128,7 +128,8 @@ def chained(schedule: Schedule, steps: int) -> Schedule:
 
 
 def pace(ends: Sequence[Sequence[float]]) -> float:
-    """Seconds per step, the median after the warm-up of the ranks' means; ends[rank][step]."""
+    """Return seconds per step, the median after the warm-up of the ranks' means;
+    ends[rank][step]."""
     steps = list(zip(*ends, strict=True))
     times = [statistics.fmean(step) for step in steps[WARM_UP - 1 :]]
     return statistics.median(after - before for before, after in pairwise(times))

@@ -1,10 +1,10 @@
-"""How schedules scale: ``python benchmarks/schedule_scale.py``.
+"""Scaling of schedules: ``python benchmarks/schedule_scale.py``.
 
 Every measurement is a fresh ``scripts/schedule.py simulate``, as users call it: it generates a
 schedule, proves it (complete, ordered, within its promise, free of deadlock on its channels),
 simulates it at exact costs, and counts its memory, its messages and why ranks are idle. Measured
 are the processor time per operation, its growth with the size, and the peak memory of the process.
-A rank that needs its own list alone should not pay for the others.
+A rank that needs only its own list should not pay for the others.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ OWN_LIST: dict[str, Callable[[int, int], array[int]]] = {
     "zb_h1": lambda ranks, m: zero_bubble.rank_ops(0, ranks, m),
     "zb_v": lambda ranks, m: zb_v.rank_ops(0, ranks, m),
 }
-"""The list of rank 0 alone, for ranks and micro-batches."""
+"""Functions that make the list of rank 0 alone, for ranks and micro-batches."""
 WHOLE, DECIMALS = "F=1,I=1,W=1,comm=0", "F=0.366,I=1.234,W=0.5,comm=0.05"
 LONG_DECIMALS = "F=0.36612345678901234,I=1.2345678901234567,W=0.1,comm=0.05"
-"""Costs: of a full rank, so that a chunk takes half of each; as they are measured; and as programs
+"""Costs of a full rank, so that a chunk takes half of each: as they are measured; and as programs
 print them, with 17 digits, whose exact times need more than 64 bits."""
 MICROSECONDS, OTHERS_MICROSECONDS = 2.5, 50.0
-"""Targets per operation: of those above, and of all others."""
+"""Targets per operation: for the schedules above, and for all others."""
 SLOPE, SECONDS, MEBIBYTES, OWN_RATIO = 1.1, 20.0, 512.0, 1.5
 
 
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 def simulate_by_command(
     name: str, ranks: int, microbatches: int, costs: str, chunks: int | None
 ) -> Sample | None:
-    """One run of the command in a process of its own; None where the schedule is refused."""
+    """Run the command once in a separate process; None if the schedule is refused."""
     script = Path(__file__).resolve().parents[1] / "scripts" / "schedule.py"
     command = [sys.executable, str(script), "simulate", name, "--json", "--cost", costs]
     command += ["--ranks", f"{ranks}", "--microbatches", f"{microbatches}"]
@@ -86,13 +86,13 @@ def fastest(
     costs: str = WHOLE,
     chunks: int | None = None,
 ) -> Sample | None:
-    """The fastest of several runs."""
+    """Return the fastest of several runs."""
     samples = [simulate_by_command(name, ranks, microbatches, costs, chunks) for _ in range(rounds)]
     return min((each for each in samples if each), key=lambda each: each.seconds, default=None)
 
 
 def closed(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
-    """The claims on one schedule; `sizes` are (ranks, micro-batches), ascending."""
+    """Return the claims on one schedule; `sizes` are (ranks, micro-batches), ascending."""
     by_costs = {
         costs: [fastest(rounds, name, *size, costs, CLOSED[name]) for size in sizes]
         for costs in (WHOLE, DECIMALS, LONG_DECIMALS)
@@ -114,7 +114,7 @@ def closed(name: str, sizes: Sequence[tuple[int, int]], rounds: int) -> list[Res
 
 
 def slope(samples: Sequence[Sample]) -> float:
-    """Least squares of the logarithm of time over that of operations."""
+    """Fit the logarithm of time to that of operations by least squares."""
     xs = [math.log(sample.ops) for sample in samples]
     ys = [math.log(sample.seconds) for sample in samples]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
@@ -124,7 +124,7 @@ def slope(samples: Sequence[Sample]) -> float:
 
 
 def others(ranks: int, microbatches: int, rounds: int) -> list[Result]:
-    """All other registered schedules that this setting allows."""
+    """Measure all other registered schedules that this setting allows."""
     results = []
     for name in names():
         if name in CLOSED:
@@ -139,7 +139,7 @@ def others(ranks: int, microbatches: int, rounds: int) -> list[Result]:
 
 
 def searched(ranks: int, microbatches: int, placement: str) -> Result:
-    """A search at its default effort, costs uneven; what it finds is proved and simulated."""
+    """Search at the default effort, with uneven costs; prove and simulate what is found."""
     start = time.process_time()
     found = search(ranks, microbatches, cost_of=_uneven, placements=[placement])
     proved = validate(found.schedule)
@@ -155,7 +155,7 @@ def _uneven(placement: Placement) -> Cost:
 
 
 def own_list(name: str, ranks: tuple[int, int], microbatches: int) -> Result:
-    """Rank 0's list alone is as long for few ranks as for many, and takes as long."""
+    """Check that rank 0's list alone is as long for few ranks as for many, and takes as long."""
 
     def seconds(p: int) -> float:
         start = time.process_time()

@@ -1,14 +1,14 @@
-"""Rows of experts over a link that is slowed, in chunks, for :mod:`moe`: the time of a step against
-the simulation by which plans and ``experts.chunks=auto`` go.
+"""Rows of experts over a slowed link, in chunks, for :mod:`moe`.
 
-Two processes on gloo train a tiny model whose experts are split over them. What they exchange is
-exchanged as ever, and then held back at its receiver until the link would have brought it: it has
-one message at a time, which takes a latency and its bytes. Weights of rows travel with these and
-have no latency of their own. Products of experts are computed as ever too, and last as long as is
-asked for. Whoever waits sleeps, so that what else runs on the machine matters little.
+The time of a step is compared with the simulation that plans and ``experts.overlap_chunks=auto``
+use. Two processes on gloo train a tiny model whose experts are split over them. Their exchanges run
+as ever, and are then held back at the receiver until the link would have delivered them: it has one
+message at a time, which takes a latency and its bytes. Weights of rows travel with these and have
+no separate latency. Products of experts are computed as ever too, and last as long as requested.
+Whoever waits sleeps, so that other programs on the machine matter little.
 
-The simulation is given the link, the time of the products, and that of the step in one chunk
-without the link, of the same round. Experts are chosen evenly, as it takes for granted.
+The simulation knows the link, the time of the products, and that of the step in one chunk without
+the link, of the same round. Experts are chosen evenly, as it assumes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from unittest import mock
 
 import torch
 from common import Result
+from interleaved_timing import WARM_UP, Batch, batches, timed
 from step import Size
 from torch import Tensor
-from turns import WARM_UP, Batch, batches, timed
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
@@ -39,30 +39,31 @@ from megapipe.layers.moe.transfer import AllToAll, Step, Transfer
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
-from megapipe.plan.moe.time import AssumedCosts, MoELayerTime, training_passes
+from megapipe.plan.moe.moe_layer_time import AssumedCosts, MoELayerTime, training_passes
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 
 SIZE = Size("mixtral", layers=2, hidden=64, heads=2, vocab=64, sequence=64, batch=4)
 RANKS, EXPERTS, TOP_K, CHUNKS = 2, 8, 2, (1, 2, 4)
 PRODUCTS, WAY, LATENCIES = 0.1, 0.05, (0.001, 0.015, 0.08)
-"""Seconds of all products of a layer in F and in I, of all rows on the link, and of its latency: by
-the simulation with each of them another number of chunks is best."""
+"""Seconds of all products of a layer in F and in I, of all rows on the link, and of its latency: in
+the simulation each latency has another best number of chunks."""
 
 
 @dataclass
 class SlowLink:
-    """Of a rank to the others."""
+    """Link of a rank to the others."""
 
     latency: float
-    """Seconds."""
+    """Latency in seconds."""
     rate: float
     """Bytes per second."""
     free: float = 0.0
-    """When it has brought all that was sent."""
+    """Time at which it has delivered all that was sent."""
 
     def due(self, size: float, *, alone: bool) -> float:
-        """When a message of so many bytes arrives that leaves now, `alone` or with the last one."""
+        """Return when a message of `size` bytes arrives that is sent now, `alone` or with the last
+        one."""
         begin = max(time.perf_counter(), self.free)
         self.free = begin + self.latency * alone + size / self.rate
         return self.free
@@ -70,7 +71,7 @@ class SlowLink:
 
 @contextmanager
 def slowed(link: SlowLink) -> Iterator[None]:
-    """Rows travel over it, in one hop."""
+    """Send rows over the link, in one hop."""
 
     class Late(Transfer):
         def __init__(self, rows: Tensor, steps: Iterable[Step], *given: Any) -> None:
@@ -95,7 +96,7 @@ def slowed(link: SlowLink) -> Iterator[None]:
 
 @contextmanager
 def evenly() -> Iterator[None]:
-    """Tokens choose one expert after the other."""
+    """Let tokens choose one expert after the other."""
 
     def choose(p: Tensor, given: Routing, *_: object) -> Tensor:
         first = TOP_K * torch.arange(len(p)).unsqueeze(1)
@@ -107,7 +108,7 @@ def evenly() -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Each chunk is computed for its part of the time of products."""
+    """Make each chunk last for its part of the time of products."""
     pipelined = Dispatch.pipelined_chunks
 
     def late(self: Dispatch, *given: Any) -> Iterator[Any]:
@@ -121,14 +122,14 @@ def lasting() -> Iterator[None]:
 
 
 def configured(size: Size, ep: int, **given: dict[str, Any]) -> tuple[Config, Layout]:
-    """A model of two processes, each with samples of its own; `given` are keys by section."""
+    """Return a model of two processes, each with separate samples; `given` are keys by section."""
     sections: dict[str, dict[str, Any]] = {
         "model": {
             "layers": size.layers,
             "hidden": size.hidden,
             "heads": size.heads,
             "vocab_size": size.vocab,
-            "moe": {"experts": EXPERTS, "top_k": TOP_K},
+            "moe": {"num_experts": EXPERTS, "top_k": TOP_K},
         },
         "parallel": {"dp": RANKS, "ep": ep, **given.pop("parallel", {})},
         "train": {
@@ -142,12 +143,12 @@ def configured(size: Size, ep: int, **given: dict[str, Any]) -> tuple[Config, La
 
 
 def train_over(world: World, size: Size, rounds: int) -> list[list[float]]:
-    """Seconds of each round: of a step in one chunk without the link, and over it by latency and
-    number of chunks."""
+    """Return seconds of each round: of a step in one chunk without the link, and over it by latency
+    and number of chunks."""
     device = world.mesh(Grid(dp=RANKS)).device
     mesh = ParallelMesh(Grid(dp=RANKS, ep=RANKS), device=device, timeout_s=60.0)
     steps = {
-        chunks: TrainStep(*configured(size, RANKS, experts={"chunks": chunks}), mesh)
+        chunks: TrainStep(*configured(size, RANKS, experts={"overlap_chunks": chunks}), mesh)
         for chunks in CHUNKS
     }
     rows = batches(Batch(size.vocab, RANKS * size.batch, size.batch, size.sequence))
@@ -170,31 +171,33 @@ def train_over(world: World, size: Size, rounds: int) -> list[list[float]]:
 
 
 def rate_of(size: Size) -> float:
-    """Bytes per second at which the rows of a rank for others take :data:`WAY`. With a row goes
-    half of its weight, which it has one way alone."""
+    """Return bytes per second at which the rows of a rank for others take :data:`WAY`. With a row
+    goes half of its weight, which is sent one way only."""
     rows = size.batch * size.sequence * TOP_K * (RANKS - 1) / RANKS
     return rows * (4 * size.hidden + 2) / WAY
 
 
 def exposed(size: Size, latency: float, chunks: int) -> float:
-    """Seconds of a step in which nothing is computed, by the simulation of plans."""
+    """Return seconds of a step in which nothing is computed, by the simulation of plans."""
     config, layout = configured(
         size,
         RANKS,
-        parallel={"node_gb_s": rate_of(size) / 1e9, "latency_us": 1e6 * latency},
-        experts={"chunks": chunks},
-        log={"peak_tflops": 1.0},
+        experts={"overlap_chunks": chunks},
+        plan={
+            "intra_node_gb_s": rate_of(size) / 1e9,
+            "link_latency_us": 1e6 * latency,
+            "peak_tflops": 1.0,
+        },
     )
     speeds, units = known_speeds(config), Units(config, layout)
     work = MoELayerTime.of(units, speeds, 0, AssumedCosts.of(config))
-    assert speeds.tflops is not None
-    speeds = replace(speeds, tflops=speeds.tflops * work.experts / PRODUCTS)
+    speeds = replace(speeds, factor=speeds.factor * PRODUCTS / work.experts)
     passes = training_passes(units, speeds, 0, "all_to_all", chunks)
     return size.layers * sum(each.exposed for each in passes.values())
 
 
 def compare(rounds: int) -> list[Result]:
-    """How far the steps are off, and with how many latencies another number of chunks is best."""
+    """Compare steps with the simulation, and count latencies with another best number of chunks."""
     ranks = run_world(RANKS, train_over, SIZE, rounds, timeout_s=1800.0)
     plain, *late = (list(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True))
     ratios: dict[tuple[float, int], float] = {}

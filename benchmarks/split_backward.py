@@ -4,7 +4,7 @@ A stage computes input gradients (``I``) and weight gradients (``W``) apart, so 
 move W into a bubble. The split should cost nothing: I + W of a stage take as long as the backward
 of the same transformer made of ``torch.nn`` layers. Both sides have the same weights and input,
 their gradients are compared first, and gradients accumulate on both. In bf16 megapipe accumulates
-them in fp32, torch in bf16. With recomputation both keep the input alone and run the forward again
+them in fp32, torch in bf16. With recomputation both save only the input and recompute the forward
 within what is timed; torch by ``torch.utils.checkpoint``.
 """
 
@@ -61,7 +61,7 @@ class Size:
 
 
 class PlainBlock(nn.Module):
-    """The layer of :class:`megapipe.model.gpt.block.Block`, of torch's own modules."""
+    """The layer of :class:`megapipe.model.gpt.block.Block`, made of torch's own modules."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Sides:
         self.mb = MicroBatch(index=0, step=0, seed=0)
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter of the stage with its twin."""
+        """Return each parameter of the stage with its twin."""
         plain = dict(self.plain.named_parameters())
         result = []
         for parameter in self.stage.module.parameters():
@@ -119,7 +119,7 @@ class Sides:
         return result
 
     def split(self) -> float:
-        """Seconds of I and W."""
+        """Return the seconds of I and W."""
         self.stage.forward((0, 0), self.x, self.mb)
 
         def backward() -> None:
@@ -129,7 +129,7 @@ class Sides:
         return seconds(backward, self.device)
 
     def autograd(self) -> float:
-        """Seconds of the plain backward."""
+        """Return the seconds of the plain backward."""
         y = (
             checkpoint(self.plain, self.x, use_reentrant=False)
             if self.recompute
@@ -139,7 +139,7 @@ class Sides:
         return seconds(lambda: torch.autograd.backward([y], [self.grad]), self.device)
 
     def check(self, tolerance: float) -> None:
-        """Both sides give the same gradients."""
+        """Check that both sides give the same gradients."""
         self.stage.forward((0, 0), self.x, self.mb)
         ours = self.stage.input_grad((0, 0), self.grad)
         self.stage.weight_grad((0, 0))

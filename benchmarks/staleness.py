@@ -1,12 +1,13 @@
-"""What stale weights cost in loss: ``python benchmarks/staleness.py``.
+"""The cost of stale weights in loss: ``python benchmarks/staleness.py``.
 
 A small model on four pipeline stages learns the source text of Python's standard library, byte by
-byte, synchronously and by every policy for stale weights (docs/streams.md), with adamw, nadamw and
-muon. Weights, batches and tokens are the same for all, nothing is clipped, and each takes the best
-of three learning rates by the first seed. The table has the validation loss, the mean of all seeds
-and its largest deviation from that; its distance to synchronous training by the same rule, seed by
-seed; and the loss after equal simulated time. Synchronous training flushes at every update, so it
-makes fewer of them in the time of a stream; it decays its learning rate over these.
+byte, synchronously and with every policy for stale weights (docs/streams.md), with adamw, nadamw
+and muon. Weights, batches and tokens are the same for all, nothing is clipped, and each takes the
+best of three learning rates by the first seed. The table has the validation loss, the mean of all
+seeds and its largest deviation from that; its distance to synchronous training by the same rule,
+seed by seed; and the loss after equal simulated time. Synchronous training flushes at every update,
+so it makes fewer updates in the time of a no-flush schedule; it decays its learning rate over
+these.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
+from megapipe.schedule.async_schedules.load import load_async_schedule
+from megapipe.schedule.async_schedules.times import window_times
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
-from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
 
@@ -39,7 +40,7 @@ RATES = {
     "muon": (1e-2, 2e-2, 4e-2),
     "nadamw": (4e-3, 8e-3, 1.6e-2),
 }
-"""Learning rates, of which each row takes the best."""
+"""Learning rates by rule; each row takes the best."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Size:
     steps: int
     seeds: int
     validation: int
-    """Samples."""
+    """Samples of a validation."""
 
 
 FULL = Size(hidden=64, sequence=64, batch=2, steps=250, seeds=3, validation=128)
@@ -61,7 +62,7 @@ LAYERS = 6
 
 @dataclass(frozen=True)
 class Variant:
-    """How weights are read."""
+    """A way to read weights."""
 
     weights: str
     look_ahead: int = 0
@@ -76,19 +77,21 @@ class Variant:
 
     @property
     def layout(self) -> str:
-        """Which layers each stage has: the same model for all."""
+        """The layers of each stage: the same model for all."""
         if self.weights == "double_group":
             return "E | L | L | L | L | L | L | H"
         return "E L | L*2 | L*2 | L H"
 
     @property
     def window(self) -> float:
-        """Simulated time of an update, over that of its operations: a backward takes twice the
+        """Simulated time of an update divided by that of its operations: a backward takes twice the
         time of a forward, and messages take none."""
         if self.weights == "synchronous":
             schedule = build(self.schedule, ranks=RANKS, microbatches=MICROBATCHES)
             return float(simulate(schedule).makespan) / (3 * MICROBATCHES)
-        stream = load_stream(self.schedule, self.weights, ranks=RANKS, microbatches=MICROBATCHES)
+        stream = load_async_schedule(
+            self.schedule, self.weights, ranks=RANKS, microbatches=MICROBATCHES
+        )
         cost = Cost.full_rank(stream.placement)
         return float(window_times(stream, cost).window) / (3 * MICROBATCHES)
 
@@ -106,17 +109,17 @@ UNGUESSED = ("muon",)
 
 @dataclass(frozen=True)
 class Row:
-    """What a way of training came to."""
+    """Results of a way of training."""
 
     rule: str
     variant: Variant
     lr: float
     losses: tuple[float, ...]
-    """By seed."""
+    """Losses by seed."""
     distances: tuple[float, ...]
-    """To synchronous training."""
+    """Distances to synchronous training."""
     at_equal_time: tuple[float, ...]
-    """Losses in the simulated time that the updates of a stream take."""
+    """Losses in the simulated time that the updates of a no-flush schedule take."""
 
     @property
     def distance(self) -> float:
@@ -132,7 +135,7 @@ class Losses:
         self.data = text()
 
     def best(self, rule: str, variant: Variant, steps: int) -> tuple[float, tuple[float, ...]]:
-        """The learning rate that is best for the first seed, and the losses of all seeds."""
+        """Return the learning rate that is best for the first seed, and the losses of all seeds."""
         first = {lr: self._train(rule, variant, lr, 1, steps) for lr in RATES[rule]}
         lr = min(first, key=lambda each: first[each])
         seeds = range(2, self.size.seeds + 1)
@@ -157,17 +160,17 @@ class Losses:
                 "parallel": {"pp": RANKS},
                 "pipeline": {
                     "schedule": variant.schedule,
-                    "layout": variant.layout,
-                    "weights": variant.weights,
-                    "channels": "in_process",
+                    "stage_layout": variant.layout,
+                    "weight_versions": variant.weights,
+                    "transport": "in_process",
                 },
                 "optimizer": {
                     "rule": rule,
                     "lr": lr,
                     "min_lr": lr / 10,
                     "warmup_steps": steps // 10,
-                    "clip": None,
-                    "look_ahead": variant.look_ahead,
+                    "max_grad_norm": None,
+                    "weight_prediction": variant.look_ahead,
                 },
                 "train": {
                     "steps": steps,
@@ -204,8 +207,8 @@ def measure(world: World, size: Size) -> list[Row]:
 
 
 def results(rows: Sequence[Row]) -> list[Result]:
-    """What is claimed of adamw and muon, and each stream's loss against synchronous training of
-    as much time."""
+    """Return the claims on adamw and muon, and each no-flush schedule's loss against synchronous
+    training of as much time."""
     by_name = {(row.rule, row.variant): row for row in rows}
     unit = "nats of validation loss above synchronous training"
     buffer, muons = (by_name[rule, BUFFER].distance for rule in ("adamw", "muon"))

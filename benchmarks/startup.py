@@ -1,10 +1,10 @@
-"""What starting costs: ``python benchmarks/startup.py``.
+"""The cost of starting: ``python benchmarks/startup.py``.
 
-Fresh interpreters import torch, and the trainer, which imports torch too. Compared are the least
-processor times of several rounds. What must not be loaded is in ``tests/dist/test_startup.py``.
+Fresh interpreters import torch, and the trainer, which imports torch too. The least processor times
+of several rounds are compared. ``tests/dist/test_startup.py`` says what must not be loaded.
 
-And a job of eight processes does one step of a toy, started by ``python -m megapipe.launch`` and by
-torchrun: processor time and time of both, from the command to its end, in turns.
+Then a job of eight processes does one step of a toy, started by ``python -m megapipe.launch`` and
+by torchrun: processor time and time of both, from the command to its end, in turns.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ TOY = {
 
 
 class Cost(NamedTuple):
-    """Of a command and all its processes, seconds."""
+    """Cost of a command and all its processes, in seconds."""
 
     processor: float
     wall: float
 
 
 def seconds(module: str) -> float:
-    """Processor time of importing a module in a new interpreter."""
+    """Return the processor time of importing a module in a new interpreter."""
     run = [sys.executable, "-c", TIMED.format(module)]
     return float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
 
 
 def cost(launcher: str, folder: Path, name: str) -> Cost:
-    """That of the toy job, under a launcher."""
+    """Return the cost of the toy job under a launcher."""
     files = {"run.folder": folder, "run.name": name, "data.cache": folder / "cache"}
     files["data.source"] = folder / "corpus.txt"
     own = [f"{key}={value}" for key, value in {**files, **TOY}.items()]
@@ -71,7 +71,7 @@ def cost(launcher: str, folder: Path, name: str) -> Cost:
 
 
 def jobs(rounds: int) -> list[Result]:
-    """The toy job under both launchers."""
+    """Run the toy job under both launchers."""
     costs: dict[str, list[Cost]] = {name: [] for name in LAUNCHERS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

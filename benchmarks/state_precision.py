@@ -1,11 +1,11 @@
-"""What optimizer state in bf16 costs in loss: ``python benchmarks/state_precision.py``.
+"""The cost of optimizer state in bf16 in loss: ``python benchmarks/state_precision.py``.
 
 A small model learns the source text of Python's standard library, byte by byte, several times over:
 with all state in fp32, with Adam's moments in bf16, rounded at random or to the nearest value, and
-with bf16 weights that have no masters. Initial weights and batches are the same, so the validation
-losses can be compared pair by pair; their mean difference over some seeds is shown, with its
-largest deviation from it. With beta2 = 0.999 the second moment shrinks by less per step than half
-of bf16's spacing: rounded to the nearest value it can only grow.
+with bf16 weights without master weights. Initial weights and batches are the same, so the
+validation losses can be compared pair by pair. The table has their mean difference over some seeds,
+with its largest deviation from it. With beta2 = 0.999 the second moment shrinks by less per step
+than half of bf16's spacing: rounded to the nearest value it can only grow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megapipe.layout.resolve import BYTE_VOCABULARY, resolve
 from megapipe.testing import World, run_world
 
 TARGET = 0.01
-"""Nats of validation loss above that of fp32 state."""
+"""Largest excess in nats of the validation loss over that with fp32 state."""
 VALIDATION_SAMPLES = 256
 
 
@@ -46,7 +46,7 @@ TOY = Size(layers=1, hidden=16, sequence=8, batch=2, steps=2, seeds=1)
 
 @dataclass(frozen=True)
 class Variant:
-    """How weights and state are kept."""
+    """A way to keep weights and state."""
 
     dtype: str
     beta2: float
@@ -70,7 +70,7 @@ def configuration(size: Size, variant: Variant, seed: int) -> Config:
                 "lr": 3e-3,
                 "min_lr": 3e-4,
                 "warmup_steps": size.steps // 10,
-                "beta2": variant.beta2,
+                "options": {"betas": [0.9, variant.beta2]},
                 **dict(variant.optimizer),
             },
             "train": {
@@ -93,7 +93,7 @@ class Losses:
         self.measured: dict[Variant, list[float]] = {}
 
     def of(self, variant: Variant) -> list[float]:
-        """One per seed."""
+        """Return one loss per seed."""
         if variant not in self.measured:
             seeds = range(1, self.size.seeds + 1)
             self.measured[variant] = [self._train(variant, seed) for seed in seeds]
@@ -108,7 +108,8 @@ class Losses:
         return step.evaluate(rows.validation, VALIDATION_SAMPLES)[0]
 
     def more(self, claim: str, variant: Variant, *, at_least: bool = False) -> Result:
-        """What `variant` loses against the same weights with all state in fp32."""
+        """Return the additional loss of `variant` compared with the same weights and all state in
+        fp32."""
         plain = self.of(variant.with_state())
         above = [a - b for a, b in zip(self.of(variant), plain, strict=True)]
         mean = statistics.mean(above)

@@ -1,15 +1,14 @@
 """A whole training step on one CPU core: ``python benchmarks/step.py``.
 
-Forward, backward, clipping and AdamW of a small GPT-2 and a small Llama, against Hugging Face's
-classes and against a plain GPT-2 written for one device (:mod:`plain_gpt`). All sides of a family
-start from the same weights, see the same batches, and must report the same losses.
+It is forward, backward, clipping and AdamW of a small GPT-2 and a small Llama, against Hugging
+Face's classes and against a plain GPT-2 written for one device (:mod:`plain_gpt`). All sides of a
+family start from the same weights, see the same batches, and must report the same losses.
 
-Every side lives in a process of its own, with one thread; the processes are asked for a step one
-after the other. Times are processor time, and what is compared is the fastest step of each side.
-The Llama is also timed beside itself with a part left to autograd (:mod:`by_autograd`), by turns in
-one process, where the median over the rounds is compared.
-Memory is what torch has allocated at most, from before the model is built to the end of the second
-step, in a fresh process.
+Every side lives in a separate process, with one thread; the processes do a step one after the
+other. Times are processor time, and the fastest steps of each side are compared. The Llama is also
+timed against itself with a part left to autograd (:mod:`autograd_llama`), by turns in one process,
+with the median over the rounds. Memory is the most that torch has allocated, from before the model
+is built to the end of the second step, in a fresh process.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ LR, CLIP, DECAY, BETAS = 1e-3, 1.0, 0.1, (0.9, 0.95)
 
 Family = Literal["gpt2", "llama", "mixtral"]
 Step = Callable[[int], float]
-"""Runs optimizer step i (from 0) and returns its loss."""
+"""Function that runs optimizer step i (from 0) and returns its loss."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of model and batch; everything in fp32."""
+    """Size of model and batch; everything in fp32."""
 
     family: Family
     layers: int = 4
@@ -51,7 +50,7 @@ class Size:
     batch: int = 4
 
     def config(self) -> Any:
-        """The resolved configuration of a run on one process, and its layout."""
+        """Return the resolved configuration of a run on one process, and its layout."""
         from megapipe.config.config import Config
         from megapipe.layout.resolve import resolve
 
@@ -64,7 +63,7 @@ class Size:
         parts: dict[Family, dict[str, Any]] = {
             "gpt2": {},
             "llama": llama,
-            "mixtral": {**llama, "moe": {"experts": 8, "top_k": 2, "balance": 0.0}},
+            "mixtral": {**llama, "moe": {"num_experts": 8, "top_k": 2, "aux_loss_coeff": 0.0}},
         }
         config = Config.model_validate(
             {
@@ -79,10 +78,9 @@ class Size:
                     "lr": LR,
                     "warmup_steps": 0,
                     "schedule": "constant",
-                    "beta1": BETAS[0],
-                    "beta2": BETAS[1],
+                    "options": {"betas": list(BETAS)},
                     "weight_decay": DECAY,
-                    "clip": CLIP,
+                    "max_grad_norm": CLIP,
                 },
                 "train": {
                     "sequence_length": self.sequence,
@@ -94,7 +92,7 @@ class Size:
         return resolve(config, 1, self.vocab)
 
     def tokens(self) -> Any:
-        """A few batches, [n, b, s + 1]."""
+        """Draw a few batches, [n, b, s + 1]."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -103,13 +101,13 @@ class Size:
 
 
 def megapipe_side(size: Size, **kernels: Any) -> Step:
-    """With some `kernels` in the place of its own."""
+    """Make megapipe's side, with some `kernels` in place of its own."""
     import torch
     import torch.distributed as dist
 
     from megapipe import TrainStep
     from megapipe.distributed.mesh import Grid, ParallelMesh
-    from megapipe.train.kernels import agreed_kernels
+    from megapipe.train.kernel_selection import agreed_kernels
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -132,13 +130,13 @@ def megapipe_side(size: Size, **kernels: Any) -> Step:
 
 
 def gate_side(size: Size) -> Step:
-    from by_autograd import swiglu
+    from autograd_llama import swiglu
 
     return megapipe_side(size, swiglu=swiglu)
 
 
 def rotation_side(size: Size) -> Step:
-    from by_autograd import Rotating
+    from autograd_llama import Rotating
 
     from megapipe.model.gpt import block
 
@@ -147,7 +145,7 @@ def rotation_side(size: Size) -> Step:
 
 
 def initial_weights(size: Size, *, tied: bool = True) -> Any:
-    """What megapipe starts from, as Hugging Face's state dict."""
+    """Return megapipe's initial weights as Hugging Face's state dict."""
     import torch
 
     from megapipe.distributed.mesh import Axis
@@ -196,7 +194,7 @@ def plain_side(size: Size) -> Step:
 
 
 def decayed(parameters: Sequence[Any]) -> list[dict[str, Any]]:
-    """The groups of an optimizer: matrices with weight decay, vectors without."""
+    """Return the groups of an optimizer: matrices with weight decay, vectors without."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
@@ -205,7 +203,8 @@ def decayed(parameters: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step:
-    """The usual loop: fused AdamW, vectors without weight decay, clipping by the global norm."""
+    """Return the usual loop: fused AdamW, vectors without weight decay, clipping by the global
+    norm."""
     import torch
 
     parameters = list(model.parameters())
@@ -225,10 +224,10 @@ def training(model: Any, loss_of: Callable[[Any, Any], Any], size: Size) -> Step
 
 
 BY_AUTOGRAD = {"its gate by autograd": gate_side, "its rotation by autograd": rotation_side}
-"""megapipe with one part of a Llama as it is usually written. What differs is less than between two
-processes of one side."""
+"""Sides of megapipe with one part of a Llama as it is usually written. The difference is smaller
+than between two processes of one side."""
 OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
-"""Hugging Face's ways to compute experts."""
+"""Modes of Hugging Face to compute experts."""
 SIDES: dict[str, Callable[[Size], Step]] = {
     "megapipe": megapipe_side,
     "Hugging Face": hugging_face_side,
@@ -239,7 +238,7 @@ SIDES: dict[str, Callable[[Size], Step]] = {
 
 
 def serve(side: str, size: Size, pipe: Connection) -> None:
-    """Run the step that each message names; answers its loss and its seconds."""
+    """Run the step that each message names; answer its loss and its seconds."""
     import torch
 
     torch.set_num_threads(1)
@@ -251,7 +250,7 @@ def serve(side: str, size: Size, pipe: Connection) -> None:
 
 
 def serve_beside(form: str, size: Size, rounds: int, pipe: Connection) -> None:
-    """Answers the time of a step over that of a side of BY_AUTOGRAD, the median over the rounds."""
+    """Answer the time of a step over that of a side of BY_AUTOGRAD, the median over the rounds."""
     import torch
 
     torch.set_num_threads(1)
@@ -269,7 +268,7 @@ def serve_beside(form: str, size: Size, rounds: int, pipe: Connection) -> None:
 
 
 def weigh(side: str, size: Size, pipe: Connection) -> None:
-    """Answers the most bytes that torch had allocated, in building the side and two steps."""
+    """Answer the most bytes that torch had allocated, in building the side and two steps."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -285,7 +284,7 @@ def weigh(side: str, size: Size, pipe: Connection) -> None:
 
 @contextmanager
 def process(function: Callable[..., None], *args: Any) -> Iterator[Connection]:
-    """A fresh process that runs `function(*args, pipe)`; yields our end of the pipe."""
+    """Start a fresh process that runs `function(*args, pipe)`; yield our end of the pipe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megapipe.train.train_step", "transformers"])
     ours, theirs = context.Pipe()
@@ -301,7 +300,7 @@ def process(function: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 def times(size: Size, sides: Sequence[str], rounds: int) -> dict[str, float]:
-    """Seconds of the fastest step of each side; their losses are compared first."""
+    """Return seconds of the fastest step of each side; their losses are compared first."""
     with ExitStack() as stack:
         pipes = {s: stack.enter_context(process(serve, s, size)) for s in sides}
 

@@ -1,15 +1,15 @@
 """Tensor parallelism with two processes on gloo: ``python benchmarks/tensor_parallel.py``.
 
 The same model is trained from the same weights on the same batches in four ways, by turns within
-one run: with and without ``parallel.sequence_parallel``, and with collectives that run beside
-weight gradients or are waited for where they begin (``kernels.overlap=false``). With sequence
-parallelism an all-reduce of the hidden states becomes a gather and a reduce-scatter of as many
-bytes, norms are computed once instead of twice, and the weight gradients gather again what was not
-kept (Korthikanti et al., 2205.05198). Losses of the first steps are compared before anything is
-timed. A ratio is the median over the rounds.
+one run: with and without ``parallel.sequence_parallel``, and with collectives that overlap with
+weight gradients or are waited for where they start (``kernels.tp_comm_overlap=false``). With
+sequence parallelism an all-reduce of the hidden states becomes an all-gather and a reduce-scatter
+of as many bytes, norms are computed once instead of twice, and the weight gradients gather again
+what was not saved (Korthikanti et al., 2205.05198). Losses of the first steps are compared before
+anything is timed. A ratio is the median over the rounds.
 
-What the exchanges of a step cost by themselves is timed in the same turns: as many collectives of
-as many bytes, one after the other, with nothing between them.
+The exchanges of a step are also timed by themselves in the same turns: as many collectives of as
+many bytes, one after the other, with nothing between them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from common import Result, parser, report
-from turns import Batch, in_turns
+from interleaved_timing import Batch, in_turns
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
@@ -56,7 +56,7 @@ QUICK = (Size(16, 8, 1, 1, 1),)
 
 class Side(NamedTuple):
     split: bool
-    """With sequence parallelism."""
+    """Whether sequence parallelism is on."""
     overlap: bool
 
 
@@ -74,7 +74,7 @@ def laid_out(size: Size, side: Side) -> tuple[Config, Layout]:
                 "vocab_size": VOCABULARY,
             },
             "parallel": {"tp": TP, "sequence_parallel": side.split},
-            "kernels": {"overlap": side.overlap},
+            "kernels": {"tp_comm_overlap": side.overlap},
             "train": {
                 "sequence_length": size.sequence,
                 "microbatch": size.microbatch,
@@ -86,7 +86,8 @@ def laid_out(size: Size, side: Side) -> tuple[Config, Layout]:
 
 
 def exchanges(size: Size, side: Side, mesh: ParallelMesh) -> Callable[[int], None]:
-    """The tensor-parallel collectives of a step, one after the other."""
+    """Return a function that runs the tensor-parallel collectives of a step, one after the
+    other."""
     each: list[tuple[str, torch.Tensor]] = []
     for exchange in step_traffic(Units(*laid_out(size, side)), 0):
         if exchange.axis == "tp":
@@ -103,7 +104,7 @@ def exchanges(size: Size, side: Side, mesh: ParallelMesh) -> Callable[[int], Non
 
 
 def times(world: World, size: Size, rounds: int) -> list[list[float]]:
-    """Seconds of each round, by side, and of the exchanges of SPLIT and PLAIN."""
+    """Return seconds of each round, by side, and of the exchanges of SPLIT and PLAIN."""
     mesh = world.mesh(Grid(tp=TP))
     steps = [TrainStep(*laid_out(size, side), mesh) for side in SIDES]
     samples = size.microbatch * size.microbatches

@@ -1,4 +1,4 @@
-"""Indices of token files and the samples that they give, beside megatron-core: a part of data.py.
+"""Indices of token files and their samples, compared with megatron-core: a part of data.py.
 
 Both sides run in one process and take turns; ratios are ours / its, times processor time.
 """
@@ -36,18 +36,18 @@ CORPORA = ((600, 2048), (600, 8192), (6000, 4096), (100, 4096))
 """Mean tokens of a document, and L."""
 WEIGHTS = ([0.7, 0.3], [0.4, 0.25, 0.15, 0.1, 0.07, 0.02, 0.01])
 SLOWER = 10
-"""What is asked of blend indices, which are built once and need seconds for 100 million samples."""
+"""Target factor of blend indices, which are built once and need seconds for 100 million samples."""
 
 
 def index_claims(folder: Path, *, quick: bool) -> list[Result]:
-    """Claims about indices and samples; none where megatron-core is not installed."""
+    """Return claims about indices and samples; none if megatron-core is not installed."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         print("megatron-core is not installed: its indices are left out", file=sys.stderr)
         return []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what else is not installed
+        warnings.simplefilter("ignore")  # about other packages that are not installed
         from megatron.core.datasets import helpers_cpp
     documents, rounds = (2000, 1) if quick else (2_000_000, 9)
     blended = 5000 if quick else 10_000_000
@@ -68,7 +68,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def lengths_of(documents: int, mean: int) -> npt.NDArray[np.int32]:
-    """Lengths as texts have them: log-normal, of at most a million tokens."""
+    """Draw lengths as texts have them: log-normal, of at most a million tokens."""
     found = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, documents)
     return np.clip(found, 1, 2**20).astype(np.int32)
 
@@ -81,7 +81,7 @@ def result(claim: str, times: Comparison, target: float, peer: str) -> Result:
 def sample_index_claim(
     helpers: Any, version: str, documents: int, mean: int, length: int, rounds: int
 ) -> Result:
-    """Three epochs, shuffled together."""
+    """Compare the index of three epochs, shuffled together."""
     lengths, epochs = lengths_of(documents, mean), 3
     tokens = int(lengths.sum())
     order = np.tile(np.arange(documents, dtype=np.int32), epochs)
@@ -102,7 +102,7 @@ def sample_index_claim(
 
 
 def blend_claims(helpers: Any, version: str, size: int, rounds: int) -> list[Result]:
-    """Blends of two sources and of seven."""
+    """Compare blends of two sources and of seven."""
     found = np.zeros(size, np.int16), np.zeros(size, np.int64)
     results = []
     for weights in WEIGHTS:
@@ -124,7 +124,8 @@ def blend_claims(helpers: Any, version: str, size: int, rounds: int) -> list[Res
 
 
 def sample_claims(folder: Path, version: str, *, quick: bool) -> list[Result]:
-    """Random samples of a file in memory; masks and positions are those that its data set keeps."""
+    """Read random samples of a file in memory; masks and positions are those that its data set
+    keeps."""
     results = []
     for mean, length in CORPORA:
         prefix = folder / f"of{mean}x{length}"
@@ -157,7 +158,7 @@ def draw(get: Callable[[int], Any], numbers: list[int]) -> None:
 
 
 def write(prefix: Path, lengths: npt.NDArray[np.int32]) -> Path:
-    """A file of documents of these lengths, with random tokens."""
+    """Write a file of documents of these lengths, with random tokens."""
     with idx_of(prefix).open("wb") as file:
         file.write(Header(np.dtype("<u2"), len(lengths), len(lengths) + 1).pack())
         file.write(lengths.astype("<i4").data)
@@ -169,7 +170,7 @@ def write(prefix: Path, lengths: npt.NDArray[np.int32]) -> Path:
 
 
 def theirs(prefix: Path, sequences: int, length: int) -> Any:
-    """An epoch of all sequences in megatron-core's data set."""
+    """Return an epoch of all sequences in megatron-core's data set."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset as ItsFile
     from megatron.core.datasets.utils import Split

@@ -1,15 +1,15 @@
 """Bytes and time of sharded data parallelism: ``python benchmarks/zero.py``.
 
 Bytes. A process of a job of 2, 4 and 8 replicas runs a step on torch's fake process group, with
-each ZeRO stage. What it hands to the collectives and the memory that it keeps are compared with the
-formulas of Rajbhandari et al. (1910.02054), for two stages on one pipeline rank.
+each ZeRO stage. The bytes that it hands to the collectives and the memory that it keeps are
+compared with the formulas of Rajbhandari et al. (1910.02054), for two stages on one pipeline rank.
 
 Time. Two processes on gloo. The optimizer's part of a step (sum gradients, global norm, clip,
 AdamW, gather weights) is timed by turns with a bare loop over arrays of the same sizes, which must
-give the same weights: of torch's calls, whose reduce-scatter for gloo is an all-reduce, and with
-our own messages, which bring each owner its slice (:mod:`megapipe.distributed.gloo`). Whole
-steps are timed by turns with DistributedDataParallel and ZeroRedundancyOptimizer around a plain
-GPT-2 (:mod:`plain_gpt`) with the same weights, batches and losses. Of both the fastest rounds are
+give the same weights. The loop uses torch's calls, whose reduce-scatter for gloo is an all-reduce,
+or our own messages, which send each rank its shard (:mod:`megapipe.distributed.gloo`). Whole steps
+are timed by turns with DistributedDataParallel and ZeroRedundancyOptimizer around a plain GPT-2
+(:mod:`plain_gpt`) with the same weights, batches and losses. The fastest rounds of both are
 compared.
 """
 
@@ -54,7 +54,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.optim.buffers import Bucket
 from megapipe.testing import World, run_world
 from megapipe.train.feed import LocalTokens
-from megapipe.train.totals import StepStats, Wishes
+from megapipe.train.step_stats import RankRequests, StepStats
 from megapipe.util.dtypes import DTYPE_BYTES
 
 # names before torch 2.13
@@ -70,19 +70,19 @@ up the norm in fp32."""
 
 
 class Bytes(NamedTuple):
-    """Of one process."""
+    """Bytes of one process."""
 
     wire: Fraction
-    """Sent in a step by ring algorithms."""
+    """Bytes sent in a step by ring algorithms."""
     weights: int
-    """Kept between steps, as all that follow."""
+    """Bytes of weights kept between steps; the following fields are kept, too."""
     gradients: int
     states: int
-    """Moments, and master weights of a bf16 model."""
+    """Bytes of moments, and of master weights of a bf16 model."""
 
 
 def sharded(dp: int, zero: int, dtype: str) -> tuple[Config, Layout]:
-    """Two stages on one pipeline rank, breadth-first."""
+    """Return two stages on one pipeline rank, breadth-first."""
     config = Config.model_validate(
         {
             "model": {
@@ -94,7 +94,7 @@ def sharded(dp: int, zero: int, dtype: str) -> tuple[Config, Layout]:
             },
             "parallel": {"dp": dp},
             "pipeline": {"schedule": "breadth_first", "chunks": CHUNKS},
-            "optimizer": {"zero": zero, **({"prefetch": 0} if zero == 3 else {})},
+            "optimizer": {"zero": zero, **({"weight_prefetch": 0} if zero == 3 else {})},
             "train": {"sequence_length": 8, "microbatch": 1, "global_batch": 4 * dp},
         }
     )
@@ -102,8 +102,8 @@ def sharded(dp: int, zero: int, dtype: str) -> tuple[Config, Layout]:
 
 
 def formula(config: Config, layout: Layout) -> Bytes:
-    """With a reduction per stage, and for ZeRO-3 two gathers per stage less the one that the last
-    forward and the first backward share."""
+    """Return the bytes with a reduction per stage, and for ZeRO-3 two gathers per stage except the
+    one that the last forward and the first backward share."""
     zero, d = config.optimizer.zero, layout.dp
     width = DTYPE_BYTES[config.model.dtype]
     wire, weights, gradients, states = Fraction(0), 0, 0, 0
@@ -115,7 +115,7 @@ def formula(config: Config, layout: Layout) -> Bytes:
         weights += width * n // (d if zero == 3 else 1)
         gradients += 4 * (bucket.norm_numel if zero >= 2 else n)
         states += (8 if width == 4 else 12) * n // (1 if zero == 0 else d)
-    # tokens; squared norms; loss, tokens, three wishes, whether states are finite, memory
+    # tokens; squared norms; loss, tokens, three requests, whether states are finite, memory
     scalars = 1 + (layout.stages + 1) + 7
     return Bytes(wire + (d - 1) * 8 * scalars, weights, gradients, states)
 
@@ -141,7 +141,7 @@ def observed(config: Config, layout: Layout) -> Bytes:
 
 
 def main_grads(bucket: Bucket) -> Iterator[Tensor]:
-    """Their buffers, and those of norms, which ZeRO-2 and 3 keep apart."""
+    """Yield the main gradients' buffers, and those of norms, which ZeRO-2 and 3 keep apart."""
     yield from bucket.grads
     yield from bucket.early_grads
 
@@ -152,14 +152,15 @@ def zeros(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_the_wire(seen: Seen, amount: Amount, members: int) -> Fraction:
-    """A ring sends all but one of `members` pieces; an all-reduce does it twice."""
+    """Return bytes sent: a ring sends all but one of `members` shards; an all-reduce does it
+    twice."""
     assert seen.axis == "dp"
     ways = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[seen.collective]
     return Fraction(ways * amount.bytes * (members - 1), members)
 
 
 def allocated(tensors: Sequence[Tensor]) -> int:
-    """Bytes of their storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -189,14 +190,14 @@ def byte_claims(replicas: Sequence[int]) -> Iterator[Result]:
 
 
 class Sides(NamedTuple):
-    """Seconds per round."""
+    """Seconds per round of both sides."""
 
     ours: list[float]
     theirs: list[float]
 
 
 def by_turns(ours: Callable[[int], object], theirs: Callable[[int], object], rounds: int) -> Sides:
-    """Two rounds warm up. All processes begin a round together."""
+    """Time both sides by turns. Two rounds warm up. All processes begin a round together."""
     times = Sides([], [])
     for i in range(rounds + 2):
         for side in (0, 1) if i % 2 else (1, 0):
@@ -208,7 +209,8 @@ def by_turns(ours: Callable[[int], object], theirs: Callable[[int], object], rou
 
 
 def ratio(ranks: Sequence[Sides]) -> tuple[float, float]:
-    """Our fastest round over theirs, and theirs in seconds; a round lasts until all are done."""
+    """Return our fastest round over theirs, and theirs in seconds; a round lasts until all are
+    done."""
     best = [min(map(max, zip(*(rank[side] for rank in ranks), strict=True))) for side in (0, 1)]
     return best[0] / best[1], best[1]
 
@@ -222,8 +224,8 @@ def replicated(size: Size, dp: int, *, tied: bool) -> tuple[Config, Layout]:
 
 
 class BareLoop:
-    """Reduce-scatter, norm, clip, fused AdamW and all-gather of one flat array: by torch's
-    collectives, or by the messages over an `axis` that megapipe has for gloo."""
+    """A loop of reduce-scatter, norm, clip, fused AdamW and all-gather of one flat array. It uses
+    torch's collectives, or the messages over an `axis` that megapipe has for gloo."""
 
     def __init__(self, step: TrainStep, axis: Axis | None = None) -> None:
         self.axis = axis
@@ -286,7 +288,7 @@ def optimizer_part(world: World, size: Size, rounds: int, messages: bool) -> Sid
 
     def step(i: int) -> None:
         train.optimizer.reduce(0)
-        own = train.totals.own(LocalTokens(1), Wishes).pack()
+        own = train.totals.own(LocalTokens(1), RankRequests).pack()
         totals = StepStats.unpack(mesh.ordered_sum(own, "tp", "cp", "dp", "pp"))
         train.update.apply(i, totals, lambda: totals)
         train.optimizer.await_all_weights()
@@ -328,7 +330,7 @@ class Peer:
 
 
 def own_batches(size: Size, rank: int) -> Tensor:
-    """The batches [n, b, s + 1] of a replica."""
+    """Return the batches [n, b, s + 1] of a replica."""
     tokens: Tensor = size.tokens()
     return (tokens + rank) % size.vocab
 

@@ -1,10 +1,10 @@
 """megapipe: pretraining of GPT-style models with data, tensor and pipeline parallelism.
 
-As a library it offers what ``docs/library.md`` shows: :class:`Pipeline`, :func:`train`,
-:class:`TrainStep` and :func:`spawn`. Each is loaded, and torch with it, when it is asked for.
+The library offers what ``docs/library.md`` describes: :class:`Pipeline`, :func:`train`,
+:class:`TrainStep` and :func:`spawn`. Each name, and torch with it, is loaded on first use.
 
-To read it, start at :mod:`megapipe.train.step.flushed` (one training step) or
-:mod:`megapipe.schedule` (pipeline schedules as data). ``docs/design.md`` has the whole picture.
+To read the code, start at :mod:`megapipe.train.step.flushed` (one training step) or
+:mod:`megapipe.schedule` (pipeline schedules as data). ``docs/design.md`` describes the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megapipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from megapipe.launch.local import spawn
     from megapipe.library.pipeline import Pipeline
-    from megapipe.train.objects import train
+    from megapipe.train.python_api import train
     from megapipe.train.train_step import TrainStep
 
 __all__ = ["Pipeline", "TrainStep", "spawn", "train"]

@@ -1,4 +1,4 @@
-"""``python -m megapipe train quickstart`` is the console command ``megapipe train quickstart``."""
+"""Makes ``python -m megapipe`` the same program as the console command ``megapipe``."""
 
 import sys
 

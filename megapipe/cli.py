@@ -1,12 +1,14 @@
 """The command line of training: ``megapipe train [CONFIG] [section.key=value ...] [OPTION]``.
 
-Values come from the configuration file, then from the command line, where a later one wins; the
-rest are defaults. Nothing here imports torch, so that a mistake is reported at once.
+Values come from the configuration file, then from the command line; a later value overrides an
+earlier one. Other keys have their defaults. This module does not import torch, so mistakes are
+reported fast.
 """
 
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -20,13 +22,15 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megapipe.command_line import TRACEBACK
-from megapipe.config import presets, strict_yaml
+from megapipe.config import old_names, presets, strict_yaml
 from megapipe.config.config import TASK, TASK_VARIABLE, Config, lacks_task
 from megapipe.config.foreign import describe_file, describe_flag
 from megapipe.config.help import help_text, usage
 from megapipe.config.keys import (
     KEYS,
     MAPPINGS,
+    OPTION_KEYS,
+    OPTIONS_OF,
     SECTIONS,
     entry_of,
     expected,
@@ -35,49 +39,63 @@ from megapipe.config.keys import (
     refuse_code,
     unknown,
     unknown_to_unset,
+    wrong_options,
 )
 from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.section import keys_within
 from megapipe.config.strict_yaml import MOST_BYTES, Value, YamlError
 from megapipe.errors import ConfigError
+from megapipe.text import clipped, folded, printable, without_secrets
+from megapipe.util.heartbeat import print_notice
 from megapipe.util.urls import is_remote
-from megapipe.words import clipped, folded, printable, without_secrets
 
-OPTIONS = ("--dry-run", "--time-slices", TRACEBACK)
-"""Those without a value; ``--help`` may have one."""
+JSON = "--json"
+"""Option of a dry run: print the plan as one JSON object."""
+OPTIONS = ("--dry-run", JSON, "--time-slices", TRACEBACK)
+"""Options without a value. ``--help`` is not in the list, because it may have a value."""
 UNSET = "unset"
-"""Stands for no value of a key, a section or an entry of a mapping, also where a configuration file
-has one."""
+"""Value that removes a key, a section or an entry of a mapping, even if a configuration file sets
+it."""
 COMMAND_LINE = "command line"
 IMBALANCE = "--imbalance"
-"""Has a value."""
+"""Option ``--imbalance X`` of a dry run: the planned rank's experts get X times the mean rows."""
+KEY_OPTIONS = {"--gpus": "plan.gpus", "--device": "plan.device"}
+"""Options of a dry run that are short for a key: ``--gpus 64`` for ``plan.gpus=64``."""
+VALUE_OPTIONS = (IMBALANCE, *KEY_OPTIONS)
+"""Options that have a value: ``OPTION VALUE`` or ``OPTION=VALUE``."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """The user's request."""
+    """The parsed command line of training."""
 
     config: Config = field(default_factory=Config)
     dry_run: bool = False
+    as_json: bool = False
+    """Whether to print the plan as JSON."""
     imbalance: Fraction | None = None
-    """The plan is for a rank whose experts get so many times the mean rows."""
+    """Value of --imbalance: rows of the planned rank's experts, as a multiple of the mean over
+    ranks; None: not given."""
     time_slices: bool = False
     traceback: bool = False
-    """An error is to be shown with where it arose."""
+    """Whether to print an error with its traceback."""
     help: str | None = None
-    """The keys to explain: a section, a key, or all of them (""); None: nothing."""
+    """Topic to explain: a section, a key, or all keys (""); None: print no help."""
     where: str = "defaults"
-    """Where the values come from, for messages about several keys: a file, the command line."""
+    """Where the values come from, for errors about several keys: a file, the command line, both."""
+    notice: str | None = None
+    """A line for the user about keys that were given by their old names."""
 
 
 _PARTS = ("data.subset", "data.dataset_split")
-"""Keys that name a part of a configuration file's source, which the command line may replace."""
+"""Keys that select a subset or split of `data.source`. If the command line sets another source, the
+values of these keys in a file are dropped."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A value as the user gave it, and where."""
+    """A value as the user gave it, and where it was given."""
 
     key: str
     value: Value
@@ -89,24 +107,27 @@ class _Given:
 
 
 def possible_words() -> list[str]:
-    """Return the words of a command line besides options: presets, and keys with `=` behind."""
-    return [*presets.names(), *(f"{key}=" for key in KEYS)]
+    """Return the words that a command line may contain besides options: names of presets, and every
+    key followed by `=`."""
+    return [*presets.names(), *(f"{key}=" for key in (*KEYS, *OPTION_KEYS))]
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """The command in `argv`, without the program's name.
+    """Parse `argv`, which does not contain the program's name.
 
-    Raises :class:`ConfigError` with one line: where, key, value, what would be right. Of several
-    problems it reports the first and counts the rest.
+    Raises :class:`ConfigError` with one line: where the problem is, key, value, and what is
+    expected. If there are several problems, the line describes the first and says how many others
+    there are.
     """
     for option in ("--help", "-h"):
         if option in argv:
             return Command(help=_topic(argv[argv.index(option) + 1 :]))
     if {"--dry-run", "--time-slices"} <= set(argv):
         raise ConfigError("command line: --dry-run and --time-slices: expected one of them")
-    imbalance, argv = _imbalance(argv)
-    if imbalance is not None and "--dry-run" not in argv:
-        raise ConfigError(f"command line: {IMBALANCE} is for a plan: expected --dry-run too")
+    values, argv = _values(argv)
+    for option in (*values, *(word for word in argv if word == JSON)):
+        if "--dry-run" not in argv:
+            raise ConfigError(f"command line: {option} needs --dry-run: it changes only the plan")
     path: str | None = None
     given: list[_Given] = []
     assignments: list[tuple[str, str]] = []
@@ -133,6 +154,7 @@ def parse(argv: Sequence[str]) -> Command:
             )
         else:
             path = argument
+    assignments += [(key, values[name]) for name, key in KEY_OPTIONS.items() if name in values]
     if path is not None:
         given = _read(presets.find(path))
     for key, text in assignments:
@@ -148,68 +170,99 @@ def parse(argv: Sequence[str]) -> Command:
     config, where = _config(given), where or "defaults"
     refuse_code(config, where)
     return Command(
+        notice=old_names.notice(where, [each.key for each in given]),
         config=config,
         dry_run="--dry-run" in argv,
-        imbalance=imbalance,
+        as_json=JSON in argv,
+        imbalance=_imbalance(values.get(IMBALANCE)),
         time_slices="--time-slices" in argv,
         traceback=TRACEBACK in argv,
         where=where,
     )
 
 
-def _without(given: Iterable[_Given], key: str) -> list[_Given]:
-    """Return the values without that of `key`: a key, a section, or an entry of a mapping.
+def configured(argv: Sequence[str]) -> Config:
+    """Return the configuration that `argv` describes. Print a line on stderr about old key names.
 
-    Raises :class:`ConfigError` where there is no such thing, or where a section or an entry would
-    lose what the command line has given it before.
+    Raises :class:`ConfigError`, as :func:`parse` does.
     """
-    where, entry = f"{COMMAND_LINE}: {clipped(key)}={UNSET}", entry_of(key)
+    command = parse(argv)
+    if command.notice is not None:
+        print_notice(command.notice)
+    return command.config
+
+
+def _without(given: Iterable[_Given], key: str) -> list[_Given]:
+    """Return `given` without the values of `key`, which may be a section or an entry of a mapping.
+
+    Raises :class:`ConfigError` if `key` is unknown, or if the command line sets a key inside the
+    section or mapping to the left of KEY=unset.
+    """
+    where = f"{COMMAND_LINE}: {clipped(key)}={UNSET}"
+    key = old_names.new_name(key) or key
+    entry = entry_of(key)
+    named = [(old_names.new_name(each.key) or each.key, each) for each in given]
     if field_of(key) is None and key not in (*SECTIONS, *MAPPINGS, entry):
         raise ConfigError(f"{where}: {unknown_to_unset(key)}")
     if entry is not None:
         mapping, _, name = entry.rpartition(".")
-        of_all = [found for each in given if (found := entry_of(each.key)) is not None]
+        of_all = [found for other, _ in named if (found := entry_of(other)) is not None]
         names = [one.rpartition(".")[2] for one in of_all if one.startswith(f"{mapping}.")]
         if name not in names:
             has = clipped(", ".join(_once(names))) or "no entries"
-            raise ConfigError(f"{where}: there is none to take away: {mapping} has {has}")
-    taken = [each for each in given if f"{each.key}.".startswith(f"{key}.")]
-    for each in taken:
-        if each.key != key and each.where == COMMAND_LINE:
+            raise ConfigError(f"{where}: there is no such entry to unset: {mapping} has {has}")
+    taken = [(other, each) for other, each in named if f"{other}.".startswith(f"{key}.")]
+    for other, each in taken:
+        if other != key and each.where == COMMAND_LINE:
             raise ConfigError(
-                f"{where} would take away {each.key}, which the command line gives before it: "
+                f"{where} would unset {each.key}, which the command line sets before it: "
                 f"expected {key}={UNSET} first"
             )
-    return [each for each in given if each not in taken]
+    return [each for other, each in named if (other, each) not in taken]
 
 
-def _imbalance(argv: Sequence[str]) -> tuple[Fraction | None, list[str]]:
-    """The value of :data:`IMBALANCE`, and the other arguments."""
-    found, others, words = None, [], iter(argv)
-    for word in words:
+def _values(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the options in :data:`VALUE_OPTIONS`, and all other arguments."""
+    found, others, words = dict[str, str](), list[str](), list(argv)
+    while words:
+        word = words.pop(0)
         name, equals, text = word.partition("=")
-        if name != IMBALANCE:
+        if name not in VALUE_OPTIONS:
             others.append(word)
             continue
-        text = text if equals else next(words, "")
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 1 <= value < math.inf:
-            shown = clipped(text) if text else "without a value"
-            raise ConfigError(f"command line: {IMBALANCE} {shown}: expected a number >= 1")
-        found = Fraction(str(value))
+        if not equals and words and not words[0].startswith("--"):
+            text = words.pop(0)
+        if not text:
+            key = KEY_OPTIONS.get(name)
+            wanted = "a number >= 1" if key is None else expected(KEYS[key])
+            raise ConfigError(f"command line: {name} without a value: expected {wanted}")
+        found[name] = text
     return found, others
 
 
-def from_mapping(given: Mapping[str, Any], where: str) -> Config:
-    """The configuration of sections, ``{"train": {"steps": 9}}``, or keys, ``{"train.steps": 9}``.
+def _imbalance(text: str | None) -> Fraction | None:
+    """Return the value of --imbalance; None if it is not given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise ConfigError(f"command line: {IMBALANCE} {clipped(text)}: expected a number >= 1")
+    return Fraction(str(value))
 
-    `where` begins the line of an error. Raises :class:`ConfigError`.
+
+def from_mapping(given: Mapping[str, Any], where: str) -> Config:
+    """Build a configuration from a mapping: ``{"train": {"steps": 9}}`` or ``{"train.steps": 9}``.
+
+    `where`: beginning of error lines. Raises :class:`ConfigError`.
     """
-    config = _config(_Given(key, value, where) for key, value in _keys_of(given))
+    items = [_Given(key, value, where) for key, value in _keys_of(given)]
+    config = _config(items)
     refuse_code(config, where)
+    if (notice := old_names.notice(where, [each.key for each in items])) is not None:
+        warnings.warn(notice, FutureWarning, stacklevel=2)
     return config
 
 
@@ -222,9 +275,12 @@ def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
-    """Every dotted key with its value, to be written down; lists and options as JSON."""
+    """Return each dotted key with its value in the form that is written to files: lists and
+    mappings as JSON, options of registered rules and schedules completed with their defaults."""
     tree = _to_write(config.model_dump())
     found = {key: reduce(getitem, key.split("."), tree) for key, *_ in keys_within(type(config))}
+    for mapping, rule in OPTIONS_OF.items():
+        found[mapping] = rule.complete(found[rule.key], found[mapping])
     return {
         key: json.dumps(value) if isinstance(value, (list, dict)) else value
         for key, value in found.items()
@@ -232,7 +288,7 @@ def flatten(config: Config) -> dict[str, str | int | float | bool | None]:
 
 
 def _to_write(value: Any) -> Any:
-    """A value, and its URLs without their secrets."""
+    """Return a value as it is written to files: without the secrets of URLs."""
     if isinstance(value, dict):
         return {key: _to_write(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -240,13 +296,13 @@ def _to_write(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) and is_remote(value) else value
 
 
-IN_JSON = ("model.options", "model.moe.experts", "model.moe.dense_layers")
-"""Keys of the model section that :func:`flatten` has as JSON, where they are no numbers."""
+IN_JSON = ("model.options", "model.moe.num_experts", "model.moe.dense_layers")
+"""Keys of the model section whose values :func:`flatten` writes as JSON, except plain numbers."""
 
 
 def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
-    """The model section among keys as :func:`flatten` has them, such as those of a checkpoint; one
-    that is not there has its default. Raises :class:`ConfigError` for keys of another version."""
+    """Build the model section from keys that :func:`flatten` has written, for example in a
+    checkpoint. Missing keys have their defaults. Raises :class:`ConfigError` for unknown keys."""
     fields: dict[str, Any] = {}
     for key, value in stored.items():
         if key.startswith("model."):
@@ -265,7 +321,7 @@ def stored_model(stored: Mapping[str, Any]) -> ModelConfig:
 
 
 def stored_lora(stored: Mapping[str, Any]) -> LoraConfig:
-    """The section of adapters among the keys of a checkpoint, which older ones lack."""
+    """Build the LoRA section from a checkpoint's keys. Missing keys have their defaults."""
     fields = {
         name: stored[f"lora.{name}"] for name in LoraConfig.model_fields if f"lora.{name}" in stored
     }
@@ -275,13 +331,13 @@ def stored_lora(stored: Mapping[str, Any]) -> LoraConfig:
 
 
 def dump(config: Config) -> str:
-    """`config` as YAML, to be written down; :func:`parse` reads it back to an equal one, but for
-    queries of URLs."""
+    """Return `config` as YAML text. :func:`parse` reads the text back as an equal configuration,
+    except that queries of URLs are not written."""
     return strict_yaml.dump(_to_write(config.model_dump()))
 
 
 def _topic(after: Sequence[str]) -> str:
-    """The topic that the arguments after --help ask for; "" for none."""
+    """Return the topic that follows --help; "" if there is none."""
     if not after or after[0].startswith("-") or "=" in after[0] or after[0].endswith(".yaml"):
         return ""
     help_text(after[0])
@@ -289,7 +345,7 @@ def _topic(after: Sequence[str]) -> str:
 
 
 def show(text: str) -> None:
-    """Print what was asked for, as far as somebody reads it."""
+    """Print a text. Stop without an error if the reader has closed the pipe."""
     with contextlib.suppress(BrokenPipeError):
         print(folded(text), end="")
 
@@ -313,7 +369,7 @@ def _read(path: Path) -> list[_Given]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
     if len(raw) > MOST_BYTES:
-        raise ConfigError(f"{name}: larger than {MOST_BYTES} bytes, which no configuration is")
+        raise ConfigError(f"{name}: larger than {MOST_BYTES} bytes: expected a configuration")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -322,13 +378,13 @@ def _read(path: Path) -> list[_Given]:
     try:
         entries = strict_yaml.parse_mapping(text)
     except YamlError as error:
-        place = f"{name}:{error.line}" if error.line else name
+        location = f"{name}:{error.line}" if error.line else name
         _refuse_foreign(path, text)
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{location}: {error}") from None
     if not all(map(_is_known, entries)):
         _refuse_foreign(path, text)
     if all(entry.key in SECTIONS and entry.value is None for entry in entries):
-        raise ConfigError(f"{name}: no key is in it: expected sections with keys, such as 'model:'")
+        raise ConfigError(f"{name} has no keys: expected sections with keys, such as 'model:'")
     return [_Given(entry.key, entry.value, f"{name}:{entry.line}") for entry in entries]
 
 
@@ -337,7 +393,7 @@ def _is_known(entry: strict_yaml.YamlEntry) -> bool:
 
 
 def _refuse_foreign(path: Path, text: str) -> None:
-    """Raise :class:`ConfigError` if a file is another trainer's configuration."""
+    """Raise :class:`ConfigError` if `text` is the configuration of another training program."""
     if (other := describe_file(text, path.suffix)) is not None:
         raise ConfigError(f"{printable(str(path))}: {other}")
 
@@ -354,27 +410,28 @@ def _no_file(path: Path) -> str:
 
 
 def _config(given: Iterable[_Given]) -> Config:
-    """The configuration with `given` over the defaults."""
+    """Return the configuration with the values `given`, and defaults for other keys."""
     problems: list[str] = []
     known: dict[str, _Given] = {}
     tree: dict[str, Any] = {}
-    for item in given:
-        info = field_of(item.key)
-        if item.key in MAPPINGS:
-            problems.append(item.problem(f"expected {expected(KEYS[item.key])}"))
-        elif _has_nul(item.value):  # which no name of a file has
+    items = list(given)
+    for number, key, value in old_names.with_new_names([(item.key, item.value) for item in items]):
+        item, info = items[number], field_of(key)
+        if key in MAPPINGS:
+            problems.append(item.problem(f"expected {expected(KEYS[key])}"))
+        elif _has_nul(value):  # a file name cannot have a NUL
             problems.append(item.problem("expected text without a NUL"))
-        elif item.key == "run.name" and lacks_task(item.value):
+        elif key == "run.name" and lacks_task(value):
             problems.append(
                 item.problem(f"{TASK} is for job arrays: expected {TASK_VARIABLE} to be set")
             )
         elif info is not None:
-            known[item.key] = item
-            _put(tree, item.key.split("."), item.value)
-        elif item.key not in SECTIONS:
-            problems.append(item.problem(unknown(item.key)))
-        elif item.value is not None:
-            problems.append(item.problem(f"{item.key} is a section; write {item.key}.KEY"))
+            known[key] = item
+            _put(tree, key.split("."), value)
+        elif key not in SECTIONS:
+            problems.append(item.problem(unknown(key)))
+        elif value is not None:
+            problems.append(item.problem(f"{key} is a section; write {key}.KEY"))
     wrong = [
         key
         for key, item in known.items()
@@ -391,6 +448,7 @@ def _config(given: Iterable[_Given]) -> Config:
             else:
                 problems.append(_missing(".".join(path), known))
     problems += [known[key].problem(f"expected {expected(_field(key))}") for key in _once(wrong)]
+    problems += [known[key].problem(why) for key, why in wrong_options(tree) if key not in wrong]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ConfigError(problems[0] + more)
@@ -416,13 +474,14 @@ def _field(key: str) -> FieldInfo:
 
 
 def _prefixes(path: Sequence[str]) -> Iterator[str]:
-    """The dotted names that `path` begins with, the longest first, and then nothing."""
+    """Yield the dotted prefixes of `path`, the longest first, and then ""."""
     for length in range(len(path), -1, -1):
         yield ".".join(path[:length])
 
 
 def _missing(key: str, known: Mapping[str, _Given]) -> str:
-    """Word the error about a key that has to be there, beside others of its group."""
+    """Return the error about a required `key` that is missing beside keys that are set, such as
+    ``data.mixture.web.source`` beside ``data.mixture.web.weight``."""
     group = key.rpartition(".")[0]
     beside = next(item for name, item in known.items() if name.startswith(f"{group}."))
     return beside.problem(f"expected {key} too")

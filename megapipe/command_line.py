@@ -1,4 +1,4 @@
-"""Programs with commands share this: errors in one line, and exit codes."""
+"""Parsers, one-line errors and exit codes, for all programs with commands."""
 
 import argparse
 import atexit
@@ -15,26 +15,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TextIO
 
 from megapipe.errors import ConfigError, Interrupted, LaunchError, MegapipeError, Preempted
+from megapipe.text import is_terminal, without_secrets
+from megapipe.util.old_options import with_new_command, with_new_options
 from megapipe.util.paths import temporary_folder_problem
-from megapipe.words import is_terminal, without_secrets
 
 TRACEBACK = "--traceback"
-"""The option by which an error is shown with where it arose."""
+"""Option that prints the traceback of an error."""
 
 INTERRUPTED = Interrupted.exit_code
-"""The exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, the same as in shells."""
 
-Commands = argparse._SubParsersAction  # the only name that argparse has for it
+Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 _UNBROKEN = re.compile(r"""(?:-\S+ (?=[^-]))?(?:"[^"]*"|'[^']*'|\S)+""")
-"""A word of a command, with quotes as one and an option with its value."""
+"""Pattern of text that is not wrapped in a command: a word, quoted text, an option with value."""
 _LINE = re.compile(r"\s|examples?:")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Fills paragraphs to the width of the terminal. Lines that are indented or begin with
-    "example:" stay lines: those that are wider are commands, and go on behind a backslash."""
+    """A formatter that fills paragraphs to the terminal's width. Indented lines, and lines that
+    begin with "example:", are commands and stay separate lines. A command wider than the terminal
+    is wrapped after a backslash."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -52,7 +54,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def _continued(line: str, width: int) -> list[str]:
-    """Return the lines of a command, of at most `width` columns unless a single word is longer."""
+    """Wrap a command into lines of at most `width` columns; only longer words exceed the width."""
     if len(line) <= width:
         return [line]
     inside = len(line) - len(line.removeprefix("example:").lstrip())
@@ -68,7 +70,7 @@ def _continued(line: str, width: int) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError where argparse would exit. Its command has names and keys
+    """A parser that raises ConfigError where argparse would exit. Positional arguments may stand
     before, between and after options."""
 
     def __init__(self, **given: Any) -> None:
@@ -78,13 +80,14 @@ class Parser(argparse.ArgumentParser):
             TRACEBACK,
             action="store_true",
             default=argparse.SUPPRESS,
-            help="show above an error where in the code it arose",
+            help="print the traceback above an error",
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = self._with_new_names(sys.argv[1:] if args is None else args)
         if self._parses or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._parses = True  # what is called below calls this method again
+        self._parses = True  # methods that are called below call this method again
         try:
             found, left = super().parse_known_args(args, copy.copy(namespace))
             if left:
@@ -93,26 +96,35 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._parses = False
 
+    def _with_new_names(self, args: Sequence[str]) -> list[str]:
+        """Replace old option and command names by new ones. Print a line on stderr for each."""
+        found, lines = with_new_command(args, subcommands(self))
+        if self._subparsers is None:
+            found, lines = with_new_options(args, self._option_string_actions)
+        for line in lines:
+            print(f"megapipe: {line}", file=sys.stderr)
+        return found
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {self.prog} --help shows what is possible")
+        raise ConfigError(f"{message}; {self.prog} --help shows the options")
 
 
 class CommandModule(Protocol):
-    """A file with a command; its docstring is the description."""
+    """A module that defines a command. Its docstring is the description in --help."""
 
     PURPOSE: str
-    """In a few words, for the list of commands."""
+    """Purpose of the command in a few words, for the list of commands."""
 
     def add(self, parser: Parser) -> None:
-        """Add what the command takes."""
+        """Add the command's arguments to its parser."""
 
     def run(self, given: argparse.Namespace) -> None:
-        """Do it. Raises a :class:`MegapipeError`."""
+        """Run the command. Raises :class:`MegapipeError`."""
 
 
 def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog: str) -> Parser:
-    """The parser of commands, each a :class:`CommandModule` by its name; it sets `run`, a function
-    of the parsed arguments."""
+    """Return the parser of `commands`, which maps command names to modules. Parsed arguments get an
+    attribute `run`, the function to call with them."""
     top = Parser(description=description, epilog=epilog)
     added = top.add_subparsers(metavar="COMMAND", required=True)
     for name, module in commands.items():
@@ -127,30 +139,30 @@ def parser_of(commands: Mapping[str, CommandModule], *, description: str, epilog
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
-    """Return the parsers of a parser's commands, by their names."""
+    """Return the parsers of the commands of `parser`, by command name."""
     found = [action.choices for action in parser._actions if isinstance(action, Commands)]
     return found[0] if found else {}
 
 
 def suggest(action: argparse.Action, words: Callable[[], Iterable[str]]) -> None:
-    """Have shells complete an argument by `words`. It may take others too."""
+    """Set the `words` that shells offer to complete an argument. Other values are valid too."""
     action.suggested = words  # type: ignore[attr-defined]
 
 
 def suggested(action: argparse.Action) -> Iterable[str]:
-    """Return the words by which shells complete an argument, besides its choices."""
+    """Return the words that shells offer for an argument in addition to its choices."""
     words: Callable[[], Iterable[str]] = getattr(action, "suggested", tuple)
     return words()
 
 
 @contextlib.contextmanager
 def quiet_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C with nothing but the exit code, and on an error with a line: around
-    all of a program, as what it loads takes seconds."""
+    """End the process with just an exit code at Ctrl-C, and with one line on an error. Use this
+    around a whole program, because imports take seconds and can be interrupted too."""
     try:
         try:
             yield
-        except FileNotFoundError:  # a temporary file's, or of torch, which code of others loads
+        except FileNotFoundError:  # of a temporary file, or raised by torch, which loads it
             check_temporary_folder()
             raise
     except MegapipeError as error:
@@ -161,43 +173,44 @@ def quiet_interrupts() -> Iterator[None]:
 
 
 def begin_program() -> None:
-    """Set up a process, before it imports what takes time."""
+    """Set the umask and make garbage collections rare. Call this before slow imports."""
     set_private_umask()
     reduce_gc()
 
 
 def set_private_umask() -> None:
-    """Have no file that this process makes be written to by every user, whatever its umask was."""
+    """Add 0o002 to the umask: files that this process creates are not writable for all users."""
     os.umask(os.umask(0o077) | 0o002)
 
 
 def reduce_gc() -> None:
-    """Let Python look for garbage less often, and not at its end: the objects of torch alone, which
-    all stay, would take each process half a second to a second of processor time."""
+    """Run the garbage collector less often, and not at exit. Otherwise torch's objects, which are
+    never freed, would cost each process 0.5 to 1 s of CPU time."""
     gc.set_threshold(50_000, 20, 100)
     atexit.register(gc.freeze)
 
 
 def escape_unencodable_output() -> None:
-    """Let stdout write characters that its encoding lacks: as escapes."""
+    """Make stdout escape characters that its encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def fresh_line(stream: TextIO | None) -> str:
-    """The codes that erase the line of a terminal, where a bar with the progress may stand; "" for
-    what is none."""
+    """Return the escape codes that erase the current line of a terminal, on which a progress bar
+    may be shown; "" if `stream` is not a terminal."""
     erases = os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and is_terminal(stream)
     return "\r\x1b[2K" if erases else ""
 
 
 @contextlib.contextmanager
 def phase(what: str, *, in_logs: bool = False) -> Iterator[None]:
-    """Say on stderr what is done within, which takes seconds, before it begins: on a terminal,
-    where the line goes away when it is over; with `in_logs`, for what takes many, elsewhere too."""
+    """Print `what` on stderr before the body runs. On a terminal the line is erased after the body.
+    If stderr is not a terminal, the line is printed only with `in_logs`, for bodies that take many
+    seconds."""
     erases = fresh_line(sys.stderr)
     if is_terminal(sys.stderr) or in_logs:
-        end = "\r" if erases else "\n"  # lines from within are written over it
+        end = "\r" if erases else "\n"  # lines printed in the body overwrite it
         _write(f"{erases}megapipe: {what} ...{end}")
     try:
         yield
@@ -207,19 +220,19 @@ def phase(what: str, *, in_logs: bool = False) -> Iterator[None]:
 
 def _write(text: str) -> None:
     if text and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # it may be closed
+        with contextlib.suppress(OSError, ValueError):  # the stream may be closed
             print(text, end="", file=sys.stderr, flush=True)
 
 
 def check_temporary_folder() -> None:
-    """Raise :class:`LaunchError` where torch could not be loaded, as it needs such a folder."""
+    """Raise :class:`LaunchError` unless torch has a usable folder for temporary files."""
     if (problem := temporary_folder_problem()) is not None:
         raise LaunchError(problem)
 
 
 def load_torch() -> None:
-    """Import torch, which takes seconds, and say so before. Raises :class:`LaunchError` where there
-    is no folder for temporary files."""
+    """Import torch, which takes seconds, and print a line before the import. Raises
+    :class:`LaunchError` if no folder for temporary files is usable."""
     if "torch" not in sys.modules:
         check_temporary_folder()
         with phase("loading torch"):
@@ -227,8 +240,8 @@ def load_torch() -> None:
 
 
 def print_error(error: MegapipeError, *, trace: bool = False) -> None:
-    """Print an error as one line; with `trace`, below where it arose and what led to it. A stop
-    or an interrupt that was asked for is none."""
+    """Print an error as one line, and with `trace` its traceback above the line. The line for a
+    requested stop or an interrupt does not contain "error"."""
     if trace:
         error.__suppress_context__ = False
         show_trace(error)
@@ -240,14 +253,14 @@ def print_error(error: MegapipeError, *, trace: bool = False) -> None:
 
 
 def show_trace(error: BaseException) -> None:
-    """Print where an exception arose and what led to it, without the secrets of URLs."""
+    """Print the traceback of an exception, without the secrets of URLs."""
     text = without_secrets("".join(traceback.format_exception(error)).rstrip())
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
-    """Call the `run` that the parsed arguments have, with them and `more`; the exit code."""
+    """Run the command that `argv` names, with `more` as further arguments; return the exit code."""
     begin_program()
     escape_unencodable_output()
     try:
@@ -260,7 +273,7 @@ def run_command(parser: Parser, argv: Sequence[str], **more: Any) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has what it wanted
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -1,8 +1,8 @@
 """Completion in a shell: ``source <(megapipe completion bash)``, or zsh.
 
-What it prints knows the commands alone. The words of a command (its commands, options, the values
-of those that have a few; for training presets and keys) are asked for when Tab first needs them,
-by ``megapipe completion bash COMMAND``, and are those of its parser.
+The printed script knows only the names of the commands. When Tab first needs the words of a
+command, the script runs ``megapipe completion bash COMMAND``. Those words are the subcommands, the
+options and their choices in the command's parser, and for training the presets and keys.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ _megapipe_reply() {{
 }}
 complete -o bashdefault -F _megapipe megapipe
 """
-"""Functions for the shell. `current` is the word before the cursor, of an assignment what is behind
-the sign; `previous` is the word before it, or the key or option that it is assigned to.
-`_megapipe_reply WORDS [-f [PATTERN]]` answers with words and files, without those of a pattern."""
+"""Functions for the shell. `current` is the word before the cursor or, in an assignment, the text
+after the equals sign. `previous` is the word before `current`; in an assignment it is the key or
+option to the left of the equals sign. `_megapipe_reply WORDS [-f [PATTERN]]` replies with words,
+and with -f also with names of files that do not match the pattern."""
 ZSH = "autoload -U compinit bashcompinit && compinit && bashcompinit\n"
-"""zsh runs functions that are written for bash."""
+"""Line that lets zsh run completion functions that are written for bash."""
 
 
 def parser() -> Parser:
@@ -73,19 +74,19 @@ def parser() -> Parser:
         nargs="?",
         choices=tuple(COMMANDS),
         metavar="COMMAND",
-        help="print its words alone, which the whole asks for when it needs them",
+        help="print only the words of this command, as the completion script does on demand",
     )
     top.set_defaults(run=_show)
     return top
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of the shell that `argv` names; returns the exit code."""
+    """Print the completion script for the shell in `argv`. Return the exit code."""
     return run_command(parser(), argv)
 
 
 def script(shell: str, commands: Sequence[str]) -> str:
-    """The functions that complete `commands` in a shell."""
+    """Return the shell functions that complete `commands`."""
     text = SCRIPT.format(
         commands=" ".join(commands),
         pattern="|".join(commands),
@@ -96,7 +97,7 @@ def script(shell: str, commands: Sequence[str]) -> str:
 
 
 def words(command: str) -> str:
-    """Return the function that completes the words behind a command."""
+    """Return the shell function that completes the words after a command."""
     from megapipe.console import COMMANDS
 
     lines = [f"_megapipe_{command.replace('-', '_')}() {{"]
@@ -108,7 +109,7 @@ def words(command: str) -> str:
 
 
 def _of_parser(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Return the statements for what stands behind a command, or the command of a command."""
+    """Yield the statements that complete the words after a command or one of its subcommands."""
     inner = subcommands(parser)
     if inner:
         yield "  case $inner in"
@@ -124,7 +125,7 @@ def _of_parser(parser: argparse.ArgumentParser) -> Iterator[str]:
         few = [*map(str, action.choices or ()), *suggested(action)]
         if not action.option_strings:
             here += few
-        elif action.nargs != 0:  # it has a value
+        elif action.nargs != 0:  # the option has a value
             reply = _reply(few, files=not action.choices)
             replies |= dict.fromkeys(action.option_strings, reply)
     yield from _choice(replies, here)
@@ -135,35 +136,35 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _training() -> Iterator[str]:
-    """Return the statements for what stands behind `train`, whose parser is none of argparse."""
-    from megapipe.cli import IMBALANCE, OPTIONS, possible_words
+    """Yield the statements that complete the words after `train`, whose parser is not argparse."""
+    from megapipe.cli import OPTIONS, VALUE_OPTIONS, possible_words
     from megapipe.config.keys import KEYS, SECTIONS
 
     topics = _reply(["all", *SECTIONS, *KEYS])
-    replies = {"--help": topics, "-h": topics, IMBALANCE: _reply([])}
-    yield from _choice(replies, [*possible_words(), *OPTIONS, IMBALANCE, "--help"])
+    replies = {"--help": topics, "-h": topics, **dict.fromkeys(VALUE_OPTIONS, _reply([]))}
+    yield from _choice(replies, [*possible_words(), *OPTIONS, *VALUE_OPTIONS, "--help"])
 
 
-def _choice(replies: Mapping[str, str], here: Sequence[str]) -> Iterator[str]:
-    """Yield the statements that answer by the option or key before the cursor, or else with the
-    words that may stand `here`, and files."""
-    takes_keys = any(word.endswith("=") for word in here)
+def _choice(replies: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
+    """Yield a shell `case` on the option or key before the cursor. `replies` has the statement for
+    each option or key with a value; for all others, the shell offers `words` and file names."""
+    takes_keys = any(word.endswith("=") for word in words)
     yield "  case $previous in"
     for name, reply in {**replies, **(_of_keys() if takes_keys else {})}.items():
         yield f"    {name}) {reply} ;;"
     yield f"    *) if [[ $assigned ]]; then {_reply([], files=True)}"
     pattern = " '!*.yaml'" if takes_keys else ""
-    yield f"      else {_reply(here, files=True)}{pattern}; fi ;;"
+    yield f"      else {_reply(words, files=True)}{pattern}; fi ;;"
     yield "  esac"
 
 
 def _reply(words: Iterable[str], *, files: bool = False) -> str:
-    """Return the statement that answers with words, and with files if they count."""
+    """Return the statement that replies with `words`, and also with file names if `files`."""
     return f"_megapipe_reply '{' '.join(words)}'{' -f' if files else ''}"
 
 
 def _of_keys() -> dict[str, str]:
-    """Return the keys that take one of a few words, each with the answer that has these."""
+    """Return the reply for each key that takes one of a few values."""
     from megapipe.config.keys import KEYS, few_values
     from megapipe.schedule.generators import names
 

@@ -1,7 +1,7 @@
 """The console command: ``megapipe train quickstart``, ``megapipe schedule list``, from any folder.
 
-Each command is the script of the same name (train.py, scripts/schedule.py, ...): both call the
-`main` of one module, which is loaded when it is asked for.
+``megapipe NAME`` does the same as the script with that name (train.py, scripts/schedule.py, ...):
+both call `main` of one module, which is loaded when the command is used.
 """
 
 import sys
@@ -13,36 +13,41 @@ from megapipe.version import __version__
 
 COMMANDS = {
     "train": ("megapipe.train.main", "train a model, or show its plan (--dry-run)"),
-    "generate": ("megapipe.generate.command", "text from a checkpoint"),
+    "generate": ("megapipe.generate.command", "generate text with a model"),
     "evaluate": (
         "megapipe.evaluate.commands",
-        "perplexity, multiple choice, tasks of lm_eval",
+        "measure a model: perplexity, multiple choice, lm_eval",
     ),
+    "plan": ("megapipe.plan.search.command", "find the fastest layout for a number of devices"),
     "schedule": ("megapipe.schedule.commands", "list, draw, time, compare and search schedules"),
-    "context": ("megapipe.plan.commands", "attention over split positions: costs, drawings"),
+    "context": ("megapipe.plan.commands", "context parallelism: compare costs, draw rounds"),
     "experts": (
         "megapipe.plan.moe.commands",
-        "layers with experts: exchanges, choices, ranks for them",
+        "MoE: simulate dispatch, show routing, place experts",
     ),
-    "prepare-data": ("megapipe.data.commands", "texts to token files, and token files to others"),
-    "convert": ("megapipe.convert.commands", "models to Hugging Face's form and back"),
+    "prepare-data": (
+        "megapipe.data.commands",
+        "prepare, inspect, verify, merge, split token files",
+    ),
+    "convert": ("megapipe.convert.commands", "convert models to Hugging Face format and back"),
     "checkpoint": (
         "megapipe.checkpoint.commands",
         "list, verify, compare, remove checkpoints",
     ),
-    "summary": ("megapipe.observe.summary", "how a finished run went"),
-    "doctor": ("megapipe.launch.doctor", "what this machine gives a run"),
+    "summary": ("megapipe.observe.summary", "summarize a finished run"),
+    "config": ("megapipe.config.commands", "replace old key names in configuration files"),
+    "doctor": ("megapipe.launch.doctor", "check this machine: versions, devices, limits"),
     "launch": ("megapipe.launch.launcher", "start the processes of a job on this node"),
-    "completion": ("megapipe.completion", "commands and keys for a shell's Tab: bash or zsh"),
+    "completion": ("megapipe.completion", "print shell completion for bash or zsh"),
 }
-"""The module of each command, whose main(argv) returns the exit code, and what it is for. All but
-that of training have a function parser()."""
+"""Module and purpose of each command. The module's function main(argv) returns the exit code. Every
+module except the one of ``train`` also has a function parser()."""
 LOAD_TORCH = ("generate", "evaluate", "convert", "checkpoint", "summary")
 """Commands whose modules load torch."""
 
 
 def main() -> int:
-    """Run the command that the arguments begin with; returns the exit code."""
+    """Run the command that the program's arguments begin with. Return the exit code."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
         print(usage(), end="")
@@ -55,7 +60,7 @@ def main() -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"megapipe: error: unknown command {name!a}; {hint}", file=sys.stderr)
         return 2
-    sys.argv = [f"megapipe {name}", *rest]  # argparse takes a program's name from here
+    sys.argv = [f"megapipe {name}", *rest]  # argparse reads the program's name from it
     with quiet_interrupts():
         if name in LOAD_TORCH:
             load_torch()
@@ -63,7 +68,7 @@ def main() -> int:
 
 
 def usage() -> str:
-    """The commands, one line each."""
+    """Return the list of commands, one line each."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
@@ -71,8 +76,8 @@ def usage() -> str:
             "",
             *(f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()),
             "",
-            "megapipe COMMAND --help tells what a command takes, megapipe --version which",
-            "megapipe this is. Several processes:",
+            "megapipe COMMAND --help explains a command, megapipe --version prints the",
+            "version. Several processes:",
             "  megapipe launch --nproc 8 -m megapipe train quickstart",
             "",
         ]

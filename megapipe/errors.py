@@ -1,37 +1,38 @@
-"""Errors that a user can mend, each kind with its process exit code.
+"""Errors that a user can fix, each kind with an exit code.
 
-A message is one line: what is wrong, where, and what would be right. ``train.py`` prints it
-once per job and exits with the code; anything else that escapes is a bug and shows a traceback.
+A message is one line: what is wrong, where, and what is expected. ``train.py`` prints it once per
+job and exits with the code. Any other exception that escapes is a bug and shows a traceback.
 
 ====  ====================================================================
 code  meaning
 ====  ====================================================================
 0     done
 1     a bug: an unexpected exception, with its traceback; in a callback, one line
-2     configuration or command line; a number of processes that does not fit it, or a run folder
-      that another job has
+2     configuration or command line; a number of processes that does not fit the configuration,
+      or a run folder that another job uses
 3     data: corpus, token files, tokenizer
 4     launch: rendezvous, a loopback interface that is down, no folder for temporary files, ranks
       that disagree, a lost peer, a run folder that another job has taken over
 5     checkpoint: missing, damaged, or of another model
 6     numerics: loss or gradient is not finite
 7     memory of a device or of the host is used up
-8     a launcher has started a job again as often as it may, and it came no further
-9     a device is at fault: copies of a value differ, or a step comes out otherwise each time
-75    stopped by a signal or a callback, and all is saved that there was and was time for; run
-      again to go on
-130   interrupted with nothing to save, or a second time, be it one rank alone (128 + n: by
-      signal n)
+8     a launcher has used up its restarts, and the job made no progress
+9     a device fault: replicas of a value differ, or a step gives another result each time
+10    --dry-run: the plan needs more memory than the device has, less a margin
+75    stopped by a signal or a callback, and saved as far as time allowed: the next start resumes
+130   Ctrl-C before there was anything to save, or a second Ctrl-C, on at least one rank;
+      128 + n: ended by signal n
 ====  ====================================================================
 """
 
 import errno
 
-from megapipe.words import without_secrets
+from megapipe.text import without_secrets
 
 
 class MegapipeError(Exception):
-    """Base of every error that a user can cause and mend. Its text has no secrets of URLs."""
+    """Base class of errors that a user can cause and fix. Secrets of URLs are removed from the
+    text."""
 
     exit_code = 1
 
@@ -56,7 +57,7 @@ class DataError(MegapipeError):
 
 
 class LaunchError(MegapipeError):
-    """The processes of a job do not fit together."""
+    """The processes of a job cannot start, disagree with each other, or have lost contact."""
 
     exit_code = 4
 
@@ -68,7 +69,7 @@ class CheckpointError(MegapipeError):
 
 
 class StorageError(CheckpointError):
-    """A disk or an object store does not answer a request for a checkpoint, which may be intact."""
+    """A disk or object store is full, fails or does not answer; a checkpoint may be intact."""
 
 
 class NumericError(MegapipeError):
@@ -84,23 +85,29 @@ class OutOfMemory(MegapipeError):
 
 
 class DeviceFault(MegapipeError):
-    """A device has computed or kept a value wrongly: what is to be equal differs."""
+    """A device has computed or stored a value wrongly: values that must be equal differ."""
 
     exit_code = 9
 
 
+class DoesNotFit(MegapipeError):
+    """A plan needs more memory than the device has, less a margin."""
+
+    exit_code = 10
+
+
 class TooManyRestarts(MegapipeError):
-    """A job fails whenever it is started again."""
+    """A job has failed after each of its allowed restarts, without progress."""
 
     exit_code = 8
 
 
 class CallbackError(MegapipeError):
-    """A callback of the user's has raised an exception, or has made a request too late."""
+    """A user-defined callback has raised an exception, or has made a request too late."""
 
 
 class Preempted(MegapipeError):
-    """A signal or a callback asked the job to stop; what there was to save is saved."""
+    """A signal or a callback asked the job to stop; what could be saved is saved."""
 
     exit_code = 75
 
@@ -112,8 +119,9 @@ class Interrupted(MegapipeError):
 
 
 def not_written(what: str, error: OSError) -> MegapipeError:
-    """Make the error of a folder that a run cannot write to: StorageError where its disk is full
-    or fails, else ConfigError, as another folder has to be named. `what` says so with the key."""
+    """Return the error for a folder that a run cannot write to. `what`: the folder and its key, as
+    the message names them. The error is a StorageError if the disk is full or fails, otherwise a
+    ConfigError, as the user has to choose another folder."""
     fails = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     kind = StorageError if fails else ConfigError
     return kind(f"{what}: {error.strerror}")

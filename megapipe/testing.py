@@ -1,7 +1,7 @@
-"""Worlds of gloo processes for tests (:mod:`megapipe.launch.local`).
+"""Groups of gloo processes for tests (:mod:`megapipe.launch.local`).
 
-Processes come from a forkserver that has torch loaded, so a world of 8 starts in a fraction of a
-second, without anything that a test before has done.
+The processes come from Python's forkserver, which has torch loaded. So eight processes start in a
+fraction of a second, and inherit nothing from earlier tests.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from megapipe.launch.local import RankError, World, run_ranks
 
 PRELOAD = ("torch", "torch._dynamo", "megapipe.testing", "megapipe.train.trainer")
-"""Modules that the forkserver has loaded; seeding torch's generator needs torch._dynamo."""
+"""Modules that the forkserver preloads. torch._dynamo is needed to seed torch's generator."""
 GROUP_TIMEOUT_S = 30.0
 
 __all__ = ["World", "WorldError", "run_world"]
 
 
 class WorldError(AssertionError):
-    """One or more ranks of a test world failed or did not end in time."""
+    """One or more ranks of a test failed or did not end in time."""
 
 
 def run_world(
     world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Run `function(World, *args)` on `world` processes; returns their results by rank.
+    """Run `function(World, *args)` on `world` processes. Return the results by rank.
 
-    `function` and `args` must be picklable (a function at module level). Raises
-    :class:`WorldError` with the tracebacks of the ranks that failed; the others are killed.
+    `function` and `args` must be picklable (a function at module level). Raises :class:`WorldError`
+    with the tracebacks of the ranks that failed; other ranks are killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))

@@ -1,4 +1,4 @@
-"""The version of megapipe, and where it is."""
+"""The version of megapipe, and the folder of its package."""
 
 from pathlib import Path
 

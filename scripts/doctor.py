@@ -1,4 +1,4 @@
-"""Tells what this machine gives a run: ``python scripts/doctor.py --help``."""
+"""Report what this machine offers a run: ``python scripts/doctor.py --help``."""
 
 import sys
 

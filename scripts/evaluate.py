@@ -1,4 +1,4 @@
-"""Measures a checkpoint's model; ``python scripts/evaluate.py --help`` says how."""
+"""Measure a checkpoint's model; ``python scripts/evaluate.py --help`` says how."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Layers with experts: ``python scripts/experts.py --help``, and docs/moe.md."""
+"""MoE layers: ``python scripts/experts.py --help``, and docs/moe.md."""
 
 import sys
 

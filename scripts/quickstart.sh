@@ -39,6 +39,6 @@ if [[ $trains == yes ]]; then
   summary=$(.venv/bin/python -m megapipe summary "$folder/$name")
   printf '\nIts text:\n\n'
   .venv/bin/python -m megapipe generate "$folder/$name" \
-    --prompt "class " --tokens 300 --temperature 0.5
+    --prompt "class " --max-new-tokens 300 --temperature 0.5
   printf '\n%s\n' "$summary"
 fi

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def planner(path: Path) -> "Callable[[Placement], Cost]":
-    """The costs of the stages of the model that a file configures, on any placement."""
+    """Return the costs of the stages of the model that a file configures, on any placement."""
     from functools import partial
 
     from megapipe.cli import parse

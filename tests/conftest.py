@@ -1,7 +1,9 @@
-"""The surroundings of processes that tests start: signals as a terminal gives them, torch's C++ as
-quiet as `train.py` has it, before which it is loaded here (:mod:`tests.parity.launches`), a cache
-that all share instead of the user's, and the server that worlds and commands are forks of, unless
-unit tests alone are run: they start none."""
+"""The environment of processes that tests start.
+
+Signals are as a terminal gives them. torch's C++ is as quiet as `train.py` has it; torch is loaded
+before `train.py` here (:mod:`tests.parity.launches`). One cache for all replaces that of the user.
+Worlds and commands are forks of a server, unless unit tests alone are run: they start none.
+"""
 
 import os
 import signal
@@ -52,7 +54,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest) -> list[str]:
-    """The cases that the command line names."""
+    """Return the cases that the command line names."""
     return [name for name in request.config.getoption("--case").split(",") if name]
 
 

@@ -20,25 +20,23 @@ SPLIT: Settings = {"pipeline": {"schedule": "zb_h1"}}
 CHANGES: list[Settings] = [
     SPLIT,
     COMPILE,
-    {"kernels": {"attention": "flash"}},
-    {"kernels": {"attention": "cudnn"}},
-    {"kernels": {"attention": "efficient"}},
-    {"kernels": {"loss_chunk": 0}},
-    {"kernels": {"weight_grad": "torch"}},
-    {"kernels": {"norm": "torch"}},
-    {"kernels": {"swiglu": "torch"}},
-    {"kernels": {"optimizer": "torch"}},
-    {"kernels": {"optimizer": "apex"}},
+    {"kernels": {"only": {"attention": "flash"}}},
+    {"kernels": {"only": {"attention": "cudnn"}}},
+    {"kernels": {"only": {"attention": "efficient"}}},
+    {"kernels": {"loss_chunk_tokens": 0}},
+    {"kernels": {"only": {"weight_grad": "torch"}}},
+    {"kernels": {"only": {"norm": "torch"}}},
+    {"kernels": {"only": {"swiglu": "torch"}}},
+    {"kernels": {"only": {"optimizer": "torch"}}},
+    {"kernels": {"only": {"optimizer": "apex"}}},
 ]
-"""One at a time, against the defaults; those whose keys exist."""
-PURPOSES = ("attention", "norm", "swiglu", "weight_grad", "optimizer")
-"""Keys of kernels that name one of several."""
+"""Changes, one at a time, against the defaults; those whose keys exist."""
 STEPS = 7
-"""Timed with each change."""
+"""Number of steps timed with each change."""
 
 
 def ablations(bench: Bench) -> None:
-    """The split backward of a few layers against autograd's, and each change by itself."""
+    """Time the split backward of a few layers against autograd's, and each change by itself."""
     rows = bench.work.rows
     assert rows is not None
     base, used = _base(bench, rows)
@@ -60,7 +58,7 @@ def ablations(bench: Bench) -> None:
 
 
 def _base(bench: Bench, rows: int) -> tuple[float, dict[str, str]]:
-    """Seconds of a step with the defaults, and the kernels that they are, by purpose."""
+    """Return seconds of a step with the defaults, and the kernels that they are, by purpose."""
     side = Ours(bench.size, bench.mesh, rows)
     base = _median(bench, side.step)
     _update_alone(bench, side)
@@ -68,7 +66,7 @@ def _base(bench: Bench, rows: int) -> tuple[float, dict[str, str]]:
 
 
 def _update_alone(bench: Bench, side: Ours) -> None:
-    """The update, against that of torch.optim.AdamW without its fused kernel."""
+    """Time the update against that of torch.optim.AdamW without its fused kernel."""
     plain = [
         torch.zeros_like(parameter, dtype=torch.float32)
         for module in side.train.modules.values()
@@ -107,8 +105,9 @@ def _split(bench: Bench) -> None:
 
 
 def changes_nothing(change: Settings, used: Mapping[str, str]) -> bool:
-    """Whether it names a kernel that the defaults have anyway, or that the model has no use for."""
+    """Whether `change` names a kernel that the defaults have anyway, or that the model does not
+    use."""
     return any(
-        key in PURPOSES and used.get(key) in (name, None)
-        for key, name in change.get("kernels", {}).items()
+        used.get(operation) in (name, None)
+        for operation, name in change.get("kernels", {}).get("only", {}).items()
     )

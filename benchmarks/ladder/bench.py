@@ -1,4 +1,4 @@
-"""What every measurement needs: its task, its clock, its notebook, and the memory's limits."""
+"""The parts of every measurement: its task, its clock, its notebook, and the memory's limits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ladder.sizes import size_of
 T = TypeVar("T")
 
 FEWEST_STEPS = 5
-"""Timed however little time is left."""
+"""Number of steps timed however little time is left."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker is asked for."""
+    """Task of a worker."""
 
     job: Literal["ours", "peer", "ablations"]
     size: str
     device: str
     file: str
-    """Where the records go."""
+    """File of the records."""
     until: float
     """Time of the clock (`time.time`) by which it should end."""
     steps: int
@@ -59,7 +59,8 @@ class Bench:
         return self.work.until - time.time()
 
     def search(self, side: Side) -> int:
-        """Sequences of the micro-batch: the largest that fits, found in a third of the time."""
+        """Return the sequences of the largest micro-batch that fits, found in a third of the
+        time."""
         if self.work.rows is not None:
             return self.work.rows
 
@@ -74,7 +75,7 @@ class Bench:
     def time_steps(self, side: Side, name: str, setting: str, rows: int, steps: int) -> bool:
         """Time `steps` steps at `rows` per micro-batch, at fewer rows if memory does not suffice.
 
-        False if it does not for one row either.
+        Returns False if it does not suffice for one row either.
         """
         times: list[float] = []
         losses: list[float] = []
@@ -110,7 +111,7 @@ class Bench:
         return True
 
     def attempt(self, run: Callable[[], T], what: str) -> T | None:
-        """What `run` returns; what stands in its way is noted, and the rest goes on."""
+        """Return what `run` returns; if it fails, note why and return None."""
         results: list[T] = []
         why = None
         try:

@@ -1,4 +1,4 @@
-"""What the device does at best at a model's shapes: the ceilings of a measured step."""
+"""The best rates of the device at a model's shapes: the ceilings of a measured step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ladder.records import Calibration
 from ladder.sizes import Size
 from megapipe.config.model import ModelConfig
-from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.activation_policy import padded_vocabulary
 from megapipe.model.gpt.parameters import known
 
 BACKENDS = {
@@ -24,7 +24,7 @@ BACKENDS = {
 
 
 def calibrate(size: Size, device: torch.device) -> Calibration:
-    """Rates of matrix products, of copies, and of each attention backend."""
+    """Measure rates of matrix products, of copies, and of each attention backend."""
     tokens = 16384 if device.type == "cuda" else 4 * size.sequence
     rows = tokens // size.sequence
     return Calibration(
@@ -37,12 +37,16 @@ def calibrate(size: Size, device: torch.device) -> Calibration:
 
 
 def products(model: ModelConfig) -> list[tuple[int, int, int]]:
-    """(uses, inputs, outputs) of the linear layers of a model; the experts of a token count as one
-    layer of their widths together."""
+    """Return (uses, inputs, outputs) of the linear layers of a model; the experts of a token count
+    as one layer of their widths together."""
     head_dim, h = known(model.head_dim), model.hidden
     queries = model.heads * head_dim
     moe = model.moe
-    ffn = known(model.ffn_hidden) if moe.experts is None else moe.top_k * known(moe.ffn)
+    ffn = (
+        known(model.ffn_hidden)
+        if moe.num_experts is None
+        else moe.top_k * known(moe.expert_ffn_hidden)
+    )
     gates = 2 if model.activation == "swiglu" else 1
     return [
         (model.layers, h, queries + 2 * known(model.kv_heads) * head_dim),
@@ -54,7 +58,7 @@ def products(model: ModelConfig) -> list[tuple[int, int, int]]:
 
 
 def matmul_rate(model: ModelConfig, tokens: int, device: torch.device) -> float:
-    """FLOP/s over the products of a step: y = x W^T, dx = dy W, dW = dy^T x."""
+    """Measure FLOP/s over the products of a step: y = x W^T, dx = dy W, dW = dy^T x."""
     dtype = _dtype(device)
     flops = time = 0.0
     for uses, inputs, outputs in products(model):
@@ -68,14 +72,15 @@ def matmul_rate(model: ModelConfig, tokens: int, device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second."""
+    """Measure bytes read and written per second."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
     out = torch.empty_like(source)
     return 2 * source.numel() / _median(lambda: out.copy_(source), device)
 
 
 def attention_ms(size: Size, rows: int, device: torch.device, backend: str) -> float | None:
-    """Milliseconds of forward and backward at [rows, heads, s, d]; None if it cannot do this."""
+    """Time forward and backward at [rows, heads, s, d] in milliseconds; None if it cannot do
+    this."""
     model = size.model
     shapes = [
         (rows, n, size.sequence, known(model.head_dim))
@@ -104,7 +109,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _median(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the median of five blocks, after one that warms up."""
+    """Time one call in seconds: the median of five blocks, after one that warms up."""
     calls = 10 if device.type == "cuda" else 1
 
     def block() -> None:

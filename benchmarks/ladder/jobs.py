@@ -38,7 +38,7 @@ class Job:
 def plan(
     sizes: Sequence[Size], parts: Sequence[str], ablated: Size | None, template: Work
 ) -> list[Job]:
-    """Our side at all sizes, then the peer's, then the ablations at one size."""
+    """Return the jobs: our side at all sizes, then the peer's, then the ablations at one size."""
     weights = {"ours": 1.0, "peer": 0.7}
     jobs = [
         Job(replace(template, job=job, size=size.name), weight * size.weight)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def plan(
 
 
 def run_all(jobs: Sequence[Job], budget_s: float) -> list[Record]:
-    """Run the jobs; each may use its share of what time is left, and leaves the rest to others."""
+    """Run the jobs; each may use its share of the time left, and leaves the rest to others."""
     file = Path(jobs[0].work.file)
     notebook = Notebook(file)
     end = time.time() + budget_s
@@ -77,7 +77,7 @@ def run_all(jobs: Sequence[Job], budget_s: float) -> list[Record]:
 
 
 def searched_rows(records: Sequence[Record], size: str) -> int | None:
-    """The largest micro-batch of megapipe at a size."""
+    """Return the largest micro-batch of megapipe at a size."""
     rows = [
         r.rows for r in records if isinstance(r, Row) and (r.size, r.side) == (size, "megapipe")
     ]
@@ -85,7 +85,7 @@ def searched_rows(records: Sequence[Record], size: str) -> int | None:
 
 
 def run_worker(work: Work, timeout_s: float) -> str | None:
-    """Run a worker to its end; why it did not come to a good one, if so."""
+    """Run a worker to its end; return why it failed, or None."""
     benchmarks = Path(__file__).parents[1]
     paths = [str(benchmarks), str(benchmarks.parent), os.environ.get("PYTHONPATH", "")]
     environment = {

@@ -1,4 +1,4 @@
-"""What fits: running out of memory, caught and cleared up after, and the search by it."""
+"""What fits into memory: errors of used-up memory, caught and cleared up after, and the search."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 _SIGNS = ("out of memory", "ALLOC_FAILED")
-"""What libraries of the device say, in errors of other types."""
+"""Words of the device's libraries for it, in errors of other types."""
 
 
 def fits(run: Callable[[], object]) -> bool:
-    """Call `run`; False if the device's memory did not suffice. What it left over is freed."""
+    """Call `run`; False if the device's memory did not suffice. Memory left over is freed."""
     try:
         run()
     except torch.OutOfMemoryError:
@@ -23,12 +23,12 @@ def fits(run: Callable[[], object]) -> bool:
         enough = False
     else:
         return True
-    release()  # outside of the handler, whose traceback holds on to what failed
+    release()  # outside of the handler, whose traceback refers to what failed
     return enough
 
 
 def release() -> None:
-    """Give back what nobody refers to any more."""
+    """Free memory to which nothing refers any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -41,7 +41,7 @@ def largest(
     most: int,
     hurry: Callable[[], bool] = lambda: False,
 ) -> int:
-    """The largest n up to `most` that fits, to within an eighth; 0 if not even 1 does.
+    """Return the largest n up to `most` that fits, to within an eighth; 0 if not even 1 does.
 
     Doubles from `start`, then bisects. Once there is `hurry`, the largest so far is taken.
     """
@@ -65,7 +65,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(device)
 
     def bytes(self) -> int | None:
-        """None on a CPU, where it is not counted."""
+        """Return the bytes; None on a CPU, where they are not counted."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device)

@@ -1,4 +1,4 @@
-"""From times measured on one device to pipelines of many, in the simulator."""
+"""Projection from times measured on one device to pipelines of many, in the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ladder.sizes import Size
 from megapipe.errors import MegapipeError
-from megapipe.model.gpt.family import GPTSpec
+from megapipe.model.gpt.model_spec import GPTSpec
 from megapipe.model.interface import RunShape
 from megapipe.model.partition import balanced, parse_layout
 from megapipe.schedule.cost import Cost
@@ -34,19 +34,19 @@ class Parts:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one GPU was seen to need."""
+    """Measured times of one GPU."""
 
     size: Size
     rows: int
     layers: int
-    """Per stage."""
+    """Layers per stage."""
     parts: Mapping[str, Parts]
-    """By kind."""
+    """Times by kind of operation."""
     split: float
-    """I + W of a stage by B of the same stage: median over stages."""
+    """I + W of a stage divided by B of the same stage: median over stages."""
     gaps: float
-    """Time from the first operation to the last by the sum of the operations' times: what the
-    device waits between them is in no cost."""
+    """Time from the first operation to the last divided by the sum of the operations' times: no
+    cost includes the device's waits between them."""
 
     @property
     def backward(self) -> Parts:
@@ -68,7 +68,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Projection:
-    """A schedule on so many ranks."""
+    """A schedule on a number of ranks."""
 
     schedule: str
     ranks: int
@@ -82,15 +82,15 @@ class Projection:
 
 
 def parts_of(times: Sequence[float], layers: int) -> Parts:
-    """From the times of stages of `layers` layers each, the first with the embedding and the last
-    with the head."""
+    """Derive an operation's parts from the times of stages of `layers` layers each, the first with
+    the embedding and the last with the head."""
     layer = statistics.mean(times[1:-1]) / layers
     rest = [max(0.0, time - layers * layer) for time in (times[0], times[-1])]
     return Parts(rest[0], layer, rest[1])
 
 
 def cost_on(measured: Measured, placement: Placement, links: Links) -> Cost:
-    """What operations and messages cost on a placement with as many layers per rank."""
+    """Return the cost of operations and messages on a placement with as many layers per rank."""
     layers = measured.layers * placement.ranks
     whole, backward = measured.parts["F"], measured.backward
     costs = [
@@ -126,7 +126,7 @@ def cost_on(measured: Measured, placement: Placement, links: Links) -> Cost:
 def schedule_at(
     name: str, ranks: int, microbatches: int, measured: Measured, links: Links
 ) -> Schedule:
-    """A registered schedule, made for these costs if it goes by costs."""
+    """Return a registered schedule, made for these costs if it uses costs."""
     schedule = build(name, ranks=ranks, microbatches=microbatches)
     if "cost" not in accepts(name):
         return schedule
@@ -168,7 +168,8 @@ def project_all(
     per_rank: int,
     budget_s: float,
 ) -> Iterator[Projection | tuple[str, int, str]]:
-    """Every schedule at every number of ranks; (schedule, ranks, why) where it cannot be had."""
+    """Yield every schedule at every number of ranks; (schedule, ranks, why) if it is not
+    possible."""
     end = time.perf_counter() + budget_s
     for p in ranks:
         for name in schedules:

@@ -1,4 +1,4 @@
-"""What a worker process writes down: one JSON object per line, each on disk as soon as known."""
+"""Records of a worker process: one JSON object per line, each on disk as soon as known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the device does at best at the shapes of a size."""
+    """Best rates of the device at the shapes of a size."""
 
     size: str
     matmul_tflops: float
@@ -35,7 +35,7 @@ class Row:
     rows: int
     """Sequences of a micro-batch."""
     tokens: int
-    """Of one step."""
+    """Tokens of one step."""
     times: list[float]
     """Seconds of each step."""
     peak: int | None
@@ -104,7 +104,7 @@ class Notebook:
 
 
 def read(file: Path) -> list[Record]:
-    """All records; a last line that was cut off is left out."""
+    """Read all records; a last line that was cut off is skipped."""
     records = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
@@ -116,7 +116,7 @@ def read(file: Path) -> list[Record]:
 
 
 def describe(record: Record) -> str:
-    """One line for whoever watches."""
+    """Return one line about a record, for the console."""
     if isinstance(record, Calibration):
         return (
             f"{record.size}: matrix products {record.matmul_tflops:.4g} TFLOP/s, "

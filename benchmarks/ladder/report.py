@@ -1,4 +1,4 @@
-"""From records to claims and tables."""
+"""Claims and tables made from records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLIT_COST = 1.03
 
 @dataclass(frozen=True)
 class Report:
-    """What the records of a run say; `peak` is the dense peak in TFLOP/s, if known."""
+    """Content of the records of a run; `peak` is the dense peak in TFLOP/s, if known."""
 
     records: Sequence[Record]
     peak: float | None
@@ -136,7 +136,7 @@ class Report:
         return max(rows, key=lambda row: row.tokens_per_second, default=None)
 
     def _mfu(self, row: Row) -> float | None:
-        """Percent of the dense peak."""
+        """Return the MFU in percent of the dense peak."""
         return None if self.peak is None else 100 * _tflops(row) / self.peak
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ladder.sizes import Settings, Size
 from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid, ParallelMesh
+from megapipe.layers.activation_policy import padded_vocabulary
 from megapipe.layers.parameter import LocalParameter
-from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.hf.config import config_to_hf
 
 POOL = 4_000_037
@@ -31,14 +31,14 @@ class Side(ABC):
 
     @abstractmethod
     def step(self) -> float:
-        """One optimizer step over all its micro-batches; returns the loss."""
+        """Run one optimizer step over all its micro-batches; return the loss."""
 
 
 class Ours(Side):
     """megapipe's :class:`TrainStep`.
 
-    `most` rows are what it is configured for; a micro-batch may have fewer, so one instance serves
-    a search for the largest that fits. `initial` weights are quickly made ones.
+    It is configured for `most` rows; a micro-batch may have fewer, so one instance serves a search
+    for the largest that fits. `initial` weights are quickly made ones.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Ours(Side):
         config, layout = size.config(most, mesh.device, changes)
         optimizer = config.optimizer
         self.state = f"{config.model.dtype} weights"
-        if config.model.dtype == "bf16" and optimizer.master == "fp32":
+        if config.model.dtype == "bf16" and optimizer.master_weights == "fp32":
             self.state += ", fp32 masters"
         self.state += f", {optimizer.state_dtype} state"
         self.train = TrainStep(config, layout, mesh, initial=QuickWeights())
@@ -61,7 +61,8 @@ class Ours(Side):
         self._count = 0
 
     def step(self, *, record: bool = False) -> float:
-        """`record`: :meth:`TrainStep.records` then tells when each operation ran."""
+        """Run a step; with `record`, :meth:`TrainStep.records` then has the time of each
+        operation."""
         if self.rows not in self._sources:
             self._sources = {self.rows: OneBatch(*self.size.batch(self.rows))}
         (result,) = self.train.train(self._count, self._sources[self.rows], record=record)
@@ -70,8 +71,8 @@ class Ours(Side):
 
 
 class OneBatch:
-    """Rows for a :class:`TrainStep`, the same in every micro-batch. Of another number of rows there
-    has to be another, as steps are read ahead."""
+    """Rows for a :class:`TrainStep`, the same in every micro-batch. Another number of rows needs
+    another object, as steps are read ahead."""
 
     def __init__(self, tokens: Tensor, labels: Tensor) -> None:
         self._rows = tokens, labels, torch.ones(labels.shape, dtype=torch.bool)
@@ -106,12 +107,12 @@ Precision = Literal["fp32", "mixed", "bf16"]
 
 
 class HuggingFace(Side):
-    """transformers' model in the usual loop: SDPA, grouped experts, fused AdamW, clipping.
+    """A transformers model in the usual loop: SDPA, grouped experts, fused AdamW, clipping.
 
-    mixed: weights and activations in bf16, updates of fp32 masters with fp32 state, the types of
-    megapipe's; under autocast the residual stream would be fp32, which is slower. bf16: weights,
-    gradients and state, for where masters do not fit. The vocabulary is padded as megapipe's is.
-    `compile` compiles the layers, which are alike and share one compilation, and the loss.
+    Precision "mixed": weights and activations in bf16, updates of fp32 master weights and state, as
+    in megapipe; under autocast the residual stream would be fp32, which is slower. "bf16": weights,
+    gradients and state, if master weights do not fit. The vocabulary is padded as megapipe's is.
+    `compile` compiles the layers, which share one compilation, and the loss.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class HuggingFace(Side):
             "bf16": "bf16 weights, bf16 state",
         }[precision]
         padded = padded_vocabulary(size.family["vocab_size"], 1)
-        experts = {} if size.model.moe.experts is None else {"experts_implementation": "grouped_mm"}
+        experts = (
+            {} if size.model.moe.num_experts is None else {"experts_implementation": "grouped_mm"}
+        )
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
                 config_to_hf(size.model, vocab_size=padded, **experts),
@@ -175,7 +178,7 @@ class HuggingFace(Side):
         return float(total) / self.size.microbatches
 
     def _hand_over(self) -> None:
-        """Gradients from the weights to the masters; there is never a second copy of all."""
+        """Move gradients from the weights to the master weights; all never exist twice."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -191,6 +194,6 @@ def compile_parts(model: Any) -> None:
 
 
 def single_mesh(device: torch.device, *, timeout_s: float = 60.0) -> ParallelMesh:
-    """The mesh of a job of one process."""
+    """Make the mesh of a job of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return ParallelMesh(Grid(), device=device, timeout_s=timeout_s)

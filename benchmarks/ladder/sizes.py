@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,14 +14,15 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.gpt.family import GPTSpec
 from megapipe.model.gpt.flops import head_flops, layer_flops
+from megapipe.model.gpt.model_spec import GPTSpec
 from megapipe.model.interface import RunShape
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Configuration keys that differ from the base, by section."""
 
 GPT_2 = {"vocab_size": 50257}
+UNBALANCED = {"aux_loss_coeff": 0.0}
 LLAMA = {
     "vocab_size": 32000,
     "norm": "rmsnorm",
@@ -45,9 +46,9 @@ class Size:
     start: int
     """Rows of the first micro-batch that the search tries."""
     most: int
-    """Rows above which it does not search."""
+    """Rows above which the search does not go."""
     microbatches: int
-    """Micro-batches per step: so many that the update is a small part of it."""
+    """Micro-batches per step: enough that the update is a small part of it."""
     goal: float | None = None
     """Model FLOPs utilisation to reach, in percent of the dense peak."""
     floor: float | None = None
@@ -55,7 +56,7 @@ class Size:
     """Share of the time, relative to other sizes."""
 
     def settings(self, rows: int, microbatches: int, device: torch.device) -> dict[str, Any]:
-        """The base configuration, as sections; bf16 on a GPU."""
+        """Return the base configuration, as sections; bf16 on a GPU."""
         return {
             "model": {
                 "layers": self.layers,
@@ -81,7 +82,7 @@ class Size:
         *,
         microbatches: int | None = None,
     ) -> tuple[Config, Layout]:
-        """The resolved configuration of one process, with `changes` on top."""
+        """Return the resolved configuration of one process, with `changes` on top."""
         sections = self.settings(rows, microbatches or self.microbatches, device)
         for section, keys in (changes or {}).items():
             sections[section] = {**sections.get(section, {}), **keys}
@@ -104,7 +105,7 @@ class Size:
         return int(GPTSpec(self.model, RunShape(self.sequence, microbatch=1)).token_flops())
 
     def batch(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Random tokens and labels, each [rows, s], in host memory."""
+        """Draw random tokens and labels, each [rows, s], in host memory."""
         generator = torch.Generator().manual_seed(rows)
         shape = (rows, self.sequence + 1)
         tokens = torch.randint(self.family["vocab_size"], shape, generator=generator)
@@ -124,17 +125,21 @@ LADDER = [
 
 MIXTURE = Size(
     "3B of experts", 16, 1536, 12, 2048,
-    {**LLAMA, "moe": {"experts": 32, "top_k": 4, "ffn": 1152, "balance": 0.0}},
+    {**LLAMA, "moe": {"num_experts": 32, "top_k": 4, "expert_ffn_hidden": 1152, **UNBALANCED}},
     8, 16, 8,
 )  # fmt: skip
 """4 of 32 experts: 0.59B of 3.0B parameters are active."""
 DENSE = Size("0.6B dense", 16, 1536, 12, 2048, {**LLAMA, "ffn_hidden": 4 * 1152}, 8, 16, 8)
-"""As many as are active in `MIXTURE`."""
+"""Dense model with as many parameters as are active in `MIXTURE`."""
 
 TOY = Size("toy", 2, 32, 2, 16, {"vocab_size": 64}, 2, 4, 2)
 TOY_MIXTURE = Size(
     "toy of experts", 2, 32, 2, 16,
-    {**LLAMA, "vocab_size": 64, "moe": {"experts": 4, "top_k": 2, "ffn": 32, "balance": 0.0}},
+    {
+        **LLAMA,
+        "vocab_size": 64,
+        "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden": 32, **UNBALANCED},
+    },
     2, 4, 2,
 )  # fmt: skip
 TOY_DENSE = Size("toy dense", 2, 32, 2, 16, {**LLAMA, "vocab_size": 64, "ffn_hidden": 64}, 2, 4, 2)
@@ -152,7 +157,7 @@ def has_key(section: str, key: str) -> bool:
 
 
 def known_changes(changes: Sequence[Settings]) -> list[Settings]:
-    """Those of `changes` whose keys all exist."""
+    """Return the changes whose keys all exist."""
     return [
         change
         for change in changes
@@ -161,6 +166,13 @@ def known_changes(changes: Sequence[Settings]) -> list[Settings]:
 
 
 def words(changes: Settings) -> str:
-    """`changes` as on a command line."""
-    pairs = [f"{s}.{key}={value}" for s, keys in changes.items() for key, value in keys.items()]
-    return " ".join(pairs) or "defaults"
+    """Write `changes` as on a command line."""
+    return " ".join(_assignments(changes)) or "defaults"
+
+
+def _assignments(changes: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            yield from _assignments(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}={value}"

@@ -1,4 +1,4 @@
-"""How results are shown: tables on the console, and Markdown with all that they depend on."""
+"""Output of results: tables on the console, and Markdown with all that they depend on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finish(
     json: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Print everything and write the files that are asked for."""
+    """Print everything and write the requested files."""
     for table in tables:
         show(table)
     report(title, results, json)
@@ -67,12 +67,12 @@ def show(table: Table) -> None:
 
 
 def dense_peak(device: torch.device) -> float | None:
-    """TFLOP/s of the device in bf16, if known."""
+    """Return the TFLOP/s of the device in bf16, if known."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def environment(device: torch.device, command: str) -> list[tuple[str, str]]:
-    """Hardware, versions, command and date."""
+    """Return hardware, versions, command and date."""
     found = provenance(Path(__file__).parents[2])
     versions = {name: number for name, number in found["versions"].items() if number}
     git = found["git"]

@@ -14,9 +14,9 @@ COMPILE: Settings = {"kernels": {"compile": True}}
 STATES: list[Settings] = [
     {},
     {"optimizer": {"state_dtype": "bf16", "rounding": "nearest"}},
-    {"optimizer": {"state_dtype": "bf16", "rounding": "nearest", "master": "none"}},
+    {"optimizer": {"state_dtype": "bf16", "rounding": "nearest", "master_weights": "none"}},
 ]
-"""Ways to keep weights and state, the first that fits is taken; they round as the peer does."""
+"""Ways to keep weights and state; the first that fits is taken. They round as the peer does."""
 
 
 def ours(bench: Bench) -> None:
@@ -37,7 +37,7 @@ def ours(bench: Bench) -> None:
 
 
 def _uncompiled(bench: Bench, state: Settings, steps: int) -> int:
-    """Search and time; the rows of the largest micro-batch, 0 if none fits."""
+    """Search and time; return the rows of the largest micro-batch, 0 if none fits."""
     release()
     made: list[Ours] = []
     if not fits(lambda: made.append(Ours(bench.size, bench.mesh, bench.size.most, state))):
@@ -71,7 +71,7 @@ def peer(bench: Bench) -> None:
 
 
 def _peer_times(bench: Bench, precision: Precision, rows: int, *, compile: bool) -> bool:
-    """Whether there is a row now."""
+    """Time the peer. Return whether there is a row now."""
     side = _peer_side(bench, precision, compile=compile)
     setting = "layers and loss compiled" if compile else "not compiled"
     return side is not None and bench.time_steps(
@@ -88,7 +88,7 @@ def _peer_search(bench: Bench, precision: Precision) -> int:
 
 
 def _peer_side(bench: Bench, precision: Precision, *, compile: bool) -> HuggingFace | None:
-    """None if it does not fit."""
+    """Make the peer's side; None if it does not fit."""
     made: list[HuggingFace] = []
     fits(lambda: made.append(HuggingFace(bench.size, bench.device, precision, compile=compile)))
     return made[0] if made else None

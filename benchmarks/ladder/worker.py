@@ -1,7 +1,7 @@
-"""One measurement in a process of its own: ``python -m ladder.worker '{"job": ..., ...}'``.
+"""One measurement in a separate process: ``python -m ladder.worker '{"job": ..., ...}'``.
 
-Running out of memory, or a crash, loses what this process had still to measure and no more: what
-is known is on disk already.
+If memory runs out, or the process crashes, only its remaining measurements are lost: the known ones
+are on disk already.
 """
 
 from __future__ import annotations

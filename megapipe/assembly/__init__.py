@@ -1,1 +1,1 @@
-"""Parts of a stage that a configuration, a layout and a mesh decide together."""
+"""Makes kernels, sharding, context parallelism and expert replicas of stages, for one process."""

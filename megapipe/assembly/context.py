@@ -1,4 +1,4 @@
-"""The context-parallel group of a process."""
+"""Makes the context-parallel groups of a process, and passes on the layout's ring plans."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.context import ContextAttention
 from megapipe.layers.ring_attention import Ring
 from megapipe.layout.layout import Layout
-from megapipe.ops.block_attention import TileKernel
-from megapipe.ops.packed_kernels import PackedTileKernel
+from megapipe.ops.packed_tile_kernels import PackedTileKernel
+from megapipe.ops.tile_attention import TileKernel
 
 
 def make_context(
@@ -18,10 +18,11 @@ def make_context(
     kernel: TileKernel,
     packed: PackedTileKernel | None = None,
 ) -> ContextAttention:
-    """Groups and plans of this process, whose blocks are computed by `kernel`, and many short ones
-    at once by `packed`. All ranks call it, where attention goes by blocks."""
+    """Make this process's context-parallel attention: its ring and Ulysses groups, with the
+    layout's ring plans. `kernel` computes one attention tile, `packed` many short tiles in one
+    call. Collective over cp."""
     split = layout.split
-    ring, ulysses = split.place(mesh.cp.index)
+    ring, ulysses = split.coordinates(mesh.cp.index)
     return ContextAttention(
         ring=Ring(
             axis=_group(mesh, [split.index(i, ulysses) for i in range(split.ring)]),
@@ -36,7 +37,7 @@ def make_context(
 
 
 def _group(mesh: ParallelMesh, indices: Sequence[int]) -> Axis:
-    """The ranks of these indices along cp; all members of all such groups make them alike."""
+    """Return this rank's group, which has the ranks `indices` along cp. Collective over cp."""
     ranks = [mesh.cp.ranks[index] for index in indices]
     if len(ranks) == 1:
         return Axis.alone(mesh.rank)

@@ -12,9 +12,9 @@ from megapipe.ops.kernels import Kernels
 
 
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
-    """Make the :class:`Sharding` of one stage, with a weight-gradient queue of its own."""
+    """Make the :class:`Sharding` of one stage, with a separate weight-gradient queue."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    if config.model.moe.experts is None:
+    if config.model.moe.num_experts is None:
         return Sharding(mesh.tp, split, dtype, kernels=kernels)
     return MoESharding(
         mesh.tp,

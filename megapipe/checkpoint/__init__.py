@@ -1,14 +1,14 @@
-"""Checkpoints that any layout can load: safetensors shards and a JSON manifest, no pickle.
+"""Checkpoints that any layout can load: safetensors files and a JSON manifest, no pickle.
 
 An entry is a global tensor (``model/layers.0.attention.qkv.weight``,
-``optimizer.exp_avg/layers.0...``), stored as regions in the files of the ranks that held them.
-A checkpoint folder holds nothing but::
+``optimizer.exp_avg/layers.0...``), stored as pieces in the files of the ranks that wrote them.
+A checkpoint folder contains only::
 
     manifest.json                  see megapipe.checkpoint.manifest
     <rank>-<part>.safetensors      see megapipe.checkpoint.shard
 
-:mod:`~megapipe.checkpoint.writer` has the order of writes that makes a save atomic,
-:mod:`~megapipe.checkpoint.folders` the names around it.
+:mod:`~megapipe.checkpoint.writer` explains the order of writes that makes a save atomic,
+:mod:`~megapipe.checkpoint.names` the names of the folders and of the files next to them.
 """
 
 from megapipe.checkpoint.reader import Checkpoint, NewestCheckpoint, find_newest

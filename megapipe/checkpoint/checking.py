@@ -1,8 +1,8 @@
-"""Looking at a checkpoint, and removing others, while training goes on.
+"""Verification and removal of checkpoints while training goes on.
 
-What was saved is read again and its checksums compared before anything older goes: on each rank a
-thread reads its share of the files and counts itself in the rendezvous store, without a collective,
-as in :mod:`megapipe.checkpoint.background`.
+A saved checkpoint is read back and its checksums are compared before any older one is removed. On
+each rank a thread reads some of the files and then increments a counter in the rendezvous store,
+without a collective, as in :mod:`megapipe.checkpoint.async_save`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megapipe.checkpoint.background import LOOK_S, Counter
+from megapipe.checkpoint.async_save import LOOK_S, Counter
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import StorageLocation
 from megapipe.checkpoint.writer import SaveGroup, described
@@ -20,8 +20,9 @@ from megapipe.errors import CheckpointError, StorageError
 
 
 class AsyncVerify:
-    """A look at the checkpoint at `path` by all ranks of `group`, which begins at once; `counter`
-    is a store that they reach. One checkpoint is looked at once, and has the same path on all."""
+    """Verification of the checkpoint at `path` by all ranks of `group`; the constructor starts it.
+    All ranks pass the same `path`, and share the rendezvous store `counter`. A path can be verified
+    only once."""
 
     def __init__(self, path: StorageLocation, group: SaveGroup, counter: Counter) -> None:
         self.path = path
@@ -35,12 +36,13 @@ class AsyncVerify:
 
     @property
     def ended(self) -> bool:
-        """Whether :meth:`finish` would wait for nothing, as rank 0 knows; False on all others."""
+        """Whether :meth:`finish` would not have to wait; always False on ranks other than 0."""
         return self._all_have.is_set()
 
     def finish(self) -> tuple[Checkpoint | None, str]:
-        """Wait for the end; the checkpoint if it is whole and its values are finite, else why not.
-        Collective: every rank calls it. Raises StorageError on all where a rank cannot read it."""
+        """Wait for the end of the verification. Return the checkpoint if it is intact and all its
+        values are finite, else None and the reason. Collective. Raises StorageError on all ranks if
+        one of them cannot read the checkpoint."""
         self._read.wait()
         if (unread := self._group.agree(self._unread or None)) is not None:
             raise StorageError(unread)
@@ -58,7 +60,7 @@ class AsyncVerify:
         except Exception as error:
             self._problem = f"{self.path}: rank {group.rank}: {described(error)}"
         self._read.set()
-        key = f"megapipe/looked at/{self.path}"
+        key = f"megapipe/checked/{self.path}"
         with contextlib.suppress(Exception):  # the store is gone, with the job
             self._counter.add(key, 1)
             while group.rank == 0 and self._counter.add(key, 0) < group.world:
@@ -68,7 +70,8 @@ class AsyncVerify:
 
 
 class AsyncRemoval:
-    """A removal in a thread, `remove`, which returns a line for each problem."""
+    """Removal of checkpoints in a thread: it calls `remove`, a function that returns a line of text
+    for each problem."""
 
     def __init__(self, remove: Callable[[], list[str]]) -> None:
         self._remove = remove
@@ -81,7 +84,7 @@ class AsyncRemoval:
         return not self._thread.is_alive()
 
     def finish(self) -> list[str]:
-        """Wait for the end; returns the problems."""
+        """Wait for the end of the removal; return the lines about problems."""
         self._thread.join()
         return self._problems
 

@@ -1,7 +1,7 @@
-"""Files that survive a power cut, and reads that only ever touch ordinary files.
+"""Files that survive a power cut, and reads that only accept ordinary files.
 
-A file is durable once its bytes and then its folder's entry are fsynced; a rename, once the
-folder around it is.
+A new file is durable after two fsyncs: of its content, then of its folder. A rename is durable
+after an fsync of the parent folder.
 """
 
 import errno
@@ -15,12 +15,12 @@ from typing import BinaryIO
 from megapipe.errors import CheckpointError, StorageError
 
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-"""Errors that tell that there is no ordinary file. All others tell nothing of it."""
+"""Values of errno which prove that a path is not an ordinary file; other values prove nothing."""
 
 
 @contextmanager
 def create(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing; it is on disk when the block ends.
+    """Open a new file for writing; it is durable when the ``with`` block ends.
 
     Raises CheckpointError if the file exists or cannot be written (no space, no permission).
     """
@@ -46,9 +46,8 @@ def sync_folder(path: Path) -> None:
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for unbuffered reading.
 
-    Symbolic links are not followed, and pipes and devices are refused without waiting for them.
-    Raises CheckpointError if the file is missing or of another kind, StorageError if it cannot be
-    read.
+    Symbolic links are not followed; pipes and devices are refused without blocking. Raises
+    CheckpointError if the file is missing or not ordinary, StorageError if it cannot be read.
     """
     try:
         if path.is_symlink():
@@ -64,19 +63,20 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def unread(doing: str, path: Path, error: OSError) -> CheckpointError:
-    """Make the error of a read: StorageError where nothing is known of what is at `path`."""
+    """Make the error for a failed read of `path`: CheckpointError if it is certain that there is no
+    ordinary file, StorageError if an intact file may be there."""
     kind = CheckpointError if error.errno in _NO_FILE else StorageError
     return kind(f"cannot {doing} {path}: {error.strerror}")
 
 
 def file_size(path: Path) -> int:
-    """Bytes of an ordinary file; raises CheckpointError as :func:`open_regular` does."""
+    """Return the size of an ordinary file in bytes, with the errors of :func:`open_regular`."""
     with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The bytes of an ordinary file of at most `limit` bytes; CheckpointError otherwise."""
+    """Read an ordinary file of at most `limit` bytes; raises CheckpointError for a larger one."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -88,7 +88,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def read_into(file: BinaryIO, buffer: memoryview) -> bool:
-    """Fill the buffer from where the file stands; False if the file ends before."""
+    """Fill the buffer from the file's current position; return False if the file ends early."""
     done = 0
     while done < len(buffer):
         count = file.readinto(buffer[done:])  # type: ignore[attr-defined]
@@ -99,8 +99,8 @@ def read_into(file: BinaryIO, buffer: memoryview) -> bool:
 
 
 def writable_by_others(folder: Path) -> str | None:
-    """A doubt about a folder or a file in it that others than this user and root may have written;
-    None if there is none."""
+    """Return a warning if the folder or a file in it may have been written by users other than this
+    user and root; None if not."""
     for path in (folder, *sorted(folder.iterdir())):
         status = path.lstat()
         if status.st_uid not in (os.geteuid(), 0):

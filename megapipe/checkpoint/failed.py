@@ -1,9 +1,9 @@
-"""Checkpoints of a run that its starts and rewinds pass over as long as there is another.
+"""Marks of failed checkpoints: starts and rewinds use a marked checkpoint only if no other exists.
 
-A file beside such a checkpoint marks it: an empty one, or one that says that no finite step follows
-the checkpoint. A mark of the second kind stays when its checkpoint is removed, until there is a
-checkpoint of a later step. So a run that makes the same steps once more, and ends at the same one,
-is known to do so, also where it has been started again.
+A mark is a file next to the checkpoint. It is empty, or says that no finite step follows the
+checkpoint: in the first step after it, whatever the samples, values are not finite. A mark that
+says so is kept after its checkpoint is removed, until there is a checkpoint of a later step. So a
+run that fails again at the same step is recognised, even after a restart.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError
 
 _NOT_FINITE = b"no finite step follows it\n"
-_MOST_OF_A_MARK = 1024
-"""Bytes of a mark's file."""
+_MAX_MARK_BYTES = 1024
+"""Maximum bytes of a mark's file."""
 
 
 class FailedCheckpoints:
@@ -27,31 +27,34 @@ class FailedCheckpoints:
     def __init__(self, root: StorageLocation, names: dict[str, bool] | None = None) -> None:
         self._root = root
         self.names = names or {}
-        """Names of the checkpoints, which may have been removed, each with whether no finite step
-        follows it."""
+        """Marked checkpoints by name: True if the mark says that no finite step follows, False if
+        the mark is empty. A marked checkpoint may have been removed."""
 
     @classmethod
     def read(cls, root: StorageLocation) -> FailedCheckpoints:
-        """Read the marks in `root`. Raises CheckpointError where they cannot be read."""
+        """Read the marks in `root`. Raises CheckpointError if they cannot be read."""
         return cls(root, {key.name: _not_finite(root, key) for key in _marked(root)})
 
     @property
     def paths(self) -> list[StorageLocation]:
-        """The folders of the checkpoints."""
+        """Folders of the marked checkpoints."""
         return [self._root / name for name in self.names]
 
     def add(self, name: str, *, not_finite: bool = False) -> None:
-        """Mark a checkpoint; where `root` cannot be written to, in memory alone."""
+        """Mark the checkpoint `name`; `not_finite`: the mark says that no finite step follows. If
+        `root` cannot be written, the mark is only in this object."""
         self.names[name] = self.names.get(name, False) or not_finite
         with contextlib.suppress(OSError, CheckpointError):
             mark(self._root, name, not_finite=self.names[name])
 
     def forget_reasons(self) -> None:
-        """Let steps be finite again, as the model or the optimizer are not what they were."""
+        """Forget in this object which marks say that no finite step follows: after a change of the
+        model or the optimizer, a finite step may follow. The mark files stay as they are."""
         self.names = dict.fromkeys(self.names, False)
 
     def not_finite(self, *, at_least: int = 0, at_most: int | None = None) -> list[str]:
-        """Return the checkpoints of these steps that no finite step follows, oldest first."""
+        """Return the names of the checkpoints that no finite step follows, oldest first: those of
+        steps `at_least` to `at_most` (None: no upper limit)."""
         keys = filter(
             None, (CheckpointName.parsed(name) for name, yes in self.names.items() if yes)
         )
@@ -60,13 +63,14 @@ class FailedCheckpoints:
 
 
 def mark(root: StorageLocation, name: str, *, not_finite: bool = False) -> None:
-    """Mark a checkpoint in `root`. Raises OSError or CheckpointError."""
+    """Write the mark of the checkpoint `name` in `root`; `not_finite`: the mark says that no finite
+    step follows. Raises OSError or CheckpointError."""
     at(root / f"{FAILED_PREFIX}{name}").replace(_NOT_FINITE if not_finite else b"")
 
 
 def forget_removed(root: StorageLocation) -> None:
-    """Remove the marks of checkpoints that are gone and are of no use any more. Raises OSError or
-    CheckpointError."""
+    """Delete the marks of removed checkpoints. A mark which says that no finite step follows stays
+    until there is a checkpoint of a later step. Raises OSError or CheckpointError."""
     left = committed(root)
     newest = max((key.step for key in left), default=-1)
     for key in set(_marked(root)) - set(left):
@@ -82,4 +86,4 @@ def _marked(root: StorageLocation) -> list[CheckpointName]:
 
 
 def _not_finite(root: StorageLocation, key: CheckpointName) -> bool:
-    return at(root / f"{FAILED_PREFIX}{key.name}").read(_MOST_OF_A_MARK) == _NOT_FINITE
+    return at(root / f"{FAILED_PREFIX}{key.name}").read(_MAX_MARK_BYTES) == _NOT_FINITE

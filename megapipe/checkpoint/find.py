@@ -1,4 +1,4 @@
-"""Checkpoints by the names that people have for them: a folder, a run, the latest of all runs."""
+"""Look-up of checkpoints: at a path, the newest of a run, and the newest of all runs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,14 +11,15 @@ from megapipe.errors import CheckpointError, StorageError
 from megapipe.util.paths import LATEST, is_folder
 
 OF_A_RUN = "checkpoints"
-"""The folder in a run's that has its checkpoints; on object storage a run has nothing else."""
+"""Name of the subfolder of a run folder that holds the checkpoints. On object storage a run has no
+such subfolder: there the run's folder holds only checkpoints."""
 
 
 def find_checkpoint(path: StorageLocation, *, verify: bool = True) -> Checkpoint:
-    """The checkpoint at `path`: its folder, or that of a run or of its checkpoints, whose newest
-    intact one is taken.
+    """Return the checkpoint at `path`, or the newest intact one if `path` is a run folder or a
+    folder of checkpoints.
 
-    Without `verify` no file is hashed: what is damaged inside is found when it is read.
+    Without `verify` no file is hashed: damage inside a file is found when the file is read.
     """
     if at(path / MANIFEST).exists():
         checkpoint = Checkpoint.open(path)
@@ -30,14 +31,14 @@ def find_checkpoint(path: StorageLocation, *, verify: bool = True) -> Checkpoint
     found = find_intact(root) if verify else find_newest(root)
     if found.path is None:
         what = "all its checkpoints are damaged" if found.skipped else "it has no checkpoint"
-        raise CheckpointError(f"{path}: neither a checkpoint nor a run folder: {what}")
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run folder: {what}")
     return Checkpoint.open(found.path)
 
 
 def find_intact(root: StorageLocation, *, skip: Iterable[StorageLocation] = ()) -> NewestCheckpoint:
-    """Find the newest checkpoint in `root` that opens, and whose every byte is what was written.
+    """Find the newest checkpoint in `root` that opens and whose bytes match their checksums.
 
-    Raises StorageError where a newer one cannot be read.
+    Raises StorageError if a newer checkpoint cannot be read.
     """
     passed, damaged = set(skip), list[str]()
     while True:
@@ -55,10 +56,11 @@ def find_intact(root: StorageLocation, *, skip: Iterable[StorageLocation] = ()) 
 
 
 def latest_run(runs: StorageLocation) -> StorageLocation | None:
-    """The folder of the checkpoints of that run in `runs` whose newest one, by step, was written
-    last, by the time of its manifest; None if no run there has a checkpoint.
+    """Return the checkpoint folder of the run in `runs` whose newest checkpoint was written last;
+    None if no run has a checkpoint.
 
-    Checkpoints that have lost theirs do not count.
+    A run's newest checkpoint is the one with the highest step that has a manifest; the time of the
+    manifest file says when it was written.
     """
     found: list[tuple[float, StorageLocation]] = []
     for root in _roots(runs):
@@ -70,9 +72,9 @@ def latest_run(runs: StorageLocation) -> StorageLocation | None:
 
 
 def _roots(runs: StorageLocation) -> list[StorageLocation]:
-    """The folders that have checkpoints, of all runs."""
+    """Return the checkpoint folder of each run in `runs`."""
     if not isinstance(runs, Path):
         return [runs / name for name in at(runs).names()]
     folders = [runs / name for name in at(runs).names()] if is_folder(runs) else []
-    folders = [f for f in folders if not (f.name == LATEST and f.is_symlink())]  # to another
+    folders = [f for f in folders if not (f.name == LATEST and f.is_symlink())]  # a link to another
     return [folder / OF_A_RUN for folder in folders if is_folder(folder / OF_A_RUN)]

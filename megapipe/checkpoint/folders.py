@@ -1,36 +1,36 @@
-"""Which checkpoints a folder has or had, and what killed saves and removals have left in it."""
+"""Content of a folder of checkpoints: checkpoints, names of removed ones, and leftovers."""
 
 from megapipe.checkpoint.names import FAILED_PREFIX, REMOVED, STAGING_PREFIX, CheckpointName
 from megapipe.checkpoint.storage import StorageLocation, at
 
 _MOST_OF_A_NAME = 1024
-"""Bytes of the file that has one."""
+"""Maximum bytes of the file ``.removed``."""
 
 
 def committed(root: StorageLocation) -> list[CheckpointName]:
-    """The checkpoint folders in `root` by name, newest first; none if `root` does not exist.
+    """Return the committed checkpoints in `root`, newest first; [] if `root` does not exist.
 
-    Order is that of step numbers, never of file times. Symbolic links are passed over.
+    The order is by step number and attempt, never by file time. Symbolic links are ignored.
     """
     keys = (CheckpointName.parsed(name) for name in at(root).names())
     return sorted((k for k in keys if k and at(root / k.name).is_checkpoint()), reverse=True)
 
 
 def leftovers(root: StorageLocation) -> list[StorageLocation]:
-    """Attempts in `root` that were never finished, and checkpoints that are half removed: of no
-    use to anybody if no save is under way."""
+    """Return the folders of unfinished saves and half-removed checkpoints. They are garbage, unless
+    a save is in progress."""
 
     def is_one(name: str) -> bool:
         key = CheckpointName.parsed(name)
-        marked = key is not None and bool(key.mark) and not at(root / name).is_checkpoint()
+        marked = key is not None and bool(key.suffix) and not at(root / name).is_checkpoint()
         return marked or name.startswith(STAGING_PREFIX)
 
     return [root / name for name in at(root).names() if is_one(name)]
 
 
 def next_name(root: StorageLocation, step: int) -> str:
-    """A name for a new checkpoint of `step` that sorts after all existing ones of that step, and
-    that no other has had: also where those were removed, or have left no more than a mark."""
+    """Return a name for a new checkpoint of `step`. The name sorts after all other checkpoints of
+    that step. No removed checkpoint has had it, and there is no mark for it."""
     marks = (name.removeprefix(FAILED_PREFIX) for name in at(root).names())
     keys = [*committed(root), *filter(None, map(CheckpointName.parsed, marks))]
     attempts = [key.attempt for key in keys if key.step == step]
@@ -41,7 +41,8 @@ def next_name(root: StorageLocation, step: int) -> str:
 
 
 def last_removed(root: StorageLocation) -> CheckpointName | None:
-    """The highest step of the checkpoints that were removed, with the highest attempt of any."""
+    """Return the name in the file ``.removed``, which combines the highest step and the highest
+    attempt of all removed checkpoints; None if no checkpoint was removed."""
     if REMOVED not in at(root).names():
         return None
     text = at(root / REMOVED).read(_MOST_OF_A_NAME).decode(errors="replace")
@@ -49,7 +50,8 @@ def last_removed(root: StorageLocation) -> CheckpointName | None:
 
 
 def note_removed(root: StorageLocation, removed: list[CheckpointName]) -> None:
-    """Keep the names of checkpoints from being given again. Raises CheckpointError or OSError."""
+    """Record the names of removed checkpoints in the file ``.removed``, so that they are never
+    reused. Raises CheckpointError or OSError."""
     before = last_removed(root)
     keys = removed if before is None else [*removed, before]
     last = CheckpointName(max(key.step for key in keys), max(key.attempt for key in keys))

@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LocalPath:
-    """A file or a folder that may be there; see
+    """A file or a folder of a file system, which need not exist. It has the operations of
     :class:`~megapipe.checkpoint.storage.StoragePath`."""
 
     path: Path
     most_readers = 4
 
     def stage(self, step: int, nbytes: int, name: Callable[[], str]) -> str:
-        """A folder by another name than the checkpoint will have."""
+        """Make a staging folder with a temporary name; `publish` renames it."""
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
             sync_folder(self.path.parent)
@@ -41,7 +41,7 @@ class LocalPath:
         if free < nbytes:
             raise CheckpointError(
                 f"{self.path} has {free / 1e9:.3g} GB free, {nbytes / 1e9:.3g} GB are to be "
-                "written: remove what is not needed, or have run.folder on a larger disk"
+                "written: remove what is not needed, or set run.folder to a larger disk"
             )
         staging = self._new(f"{step:08d}")
         staging.mkdir()
@@ -123,5 +123,5 @@ class LocalPath:
         self.path.unlink(missing_ok=True)
 
     def _new(self, what: str) -> Path:
-        """A path in this folder that no other process uses, and that is no checkpoint."""
+        """Return a path in this folder that does not exist, with a random name for staging."""
         return self.path / f"{STAGING_PREFIX}{what}-{secrets.token_hex(8)}"

@@ -1,14 +1,14 @@
 """The manifest of a checkpoint: the content of `manifest.json`, checked before use.
 
-The file is one line of canonical JSON, `{"body":BODY,"sha256":"HEX"}`, where HEX is the SHA-256
-of BODY's bytes. The digest is compared before BODY is parsed, so a damaged manifest is never
-interpreted. It guards against accidents; it is no signature.
+The file is one line of canonical JSON, `{"body":BODY,"sha256":"HEX"}`, where HEX is the SHA-256 of
+BODY's bytes. The digest is compared before BODY is parsed, so a damaged manifest is never
+interpreted. The digest protects from accidents; it is not a signature.
 """
 
 import json
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -23,13 +23,14 @@ from pydantic import (
 
 from megapipe.checkpoint.regions import Region, first_uncovered
 from megapipe.checkpoint.storage import StorageLocation, at
+from megapipe.config.old_names import stored_with_new_names
 from megapipe.errors import CheckpointError
 
 MAX_BYTES = 1 << 28
-"""Largest manifest: about two million pieces."""
+"""Maximum bytes of a manifest: about two million pieces."""
 MAX_DIMS = 6
 VERSION = 2
-"""Of the format. 1 had a CRC-32 a piece and a SHA-256 a file."""
+"""Version of the format. Version 1 had a CRC-32 per piece and a SHA-256 per file."""
 
 Dtype = Literal["fp32", "bf16", "fp64", "int64"]
 Name = Annotated[
@@ -46,13 +47,26 @@ Positive = Annotated[int, Field(ge=1, lt=2**48)]
 
 
 class Record(BaseModel):
-    """Base of everything read from JSON: exact types, no unknown keys."""
+    """Base of all records that are read from JSON: exact types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    def with_new_names(self) -> Self:
+        """Return the record with names of older versions replaced; the base class replaces none."""
+        return self
+
+
+OLD_COORDINATES = {
+    "judged": "anomaly_state",
+    "left_out": "skipped_samples",
+    "owners": "expert_owners",
+    "stream": "async_schedule",
+}
+"""New name of each of the manifest's `coordinates` that had another name in version 0.2."""
+
 
 class StoredPiece(Record):
-    """A region of an entry in one shard, and the 128-bit XXH3 of its bytes, in hexadecimal."""
+    """A region of an entry, stored in one shard file; `xxh128` is the 128-bit XXH3 of its bytes."""
 
     file: FileName
     offsets: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
@@ -61,12 +75,12 @@ class StoredPiece(Record):
 
     @property
     def region(self) -> Region:
-        """Where the piece lies in the entry."""
+        """Position of the piece in the entry."""
         return Region(self.offsets, self.sizes)
 
 
 class Entry(Record):
-    """A global tensor: its type, its shape, and pieces of it (all of them, in a manifest)."""
+    """A global tensor: type, shape and pieces (all pieces in a manifest, a rank's in a receipt)."""
 
     dtype: Dtype
     shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMS)]
@@ -81,14 +95,14 @@ class Entry(Record):
 
 
 class FileRecord(Record):
-    """A shard's length. Of its bytes, those of pieces have checksums, and the header before them
-    follows from the manifest."""
+    """The length of a shard file. No more is needed: pieces have checksums, and the header follows
+    from the manifest."""
 
     bytes: Positive
 
 
 class Receipt(Record):
-    """Files that one rank wrote: rank 0 merges the receipts of all into the manifest."""
+    """Entries and files written by one rank; rank 0 merges all receipts into the manifest."""
 
     run_id: RunId
     step: Count
@@ -98,20 +112,20 @@ class Receipt(Record):
 
 
 class Manifest(Record):
-    """The whole checkpoint. Valid only if the pieces tile every entry exactly."""
+    """The description of a checkpoint. It is valid only if the pieces tile every entry exactly."""
 
     format: Literal["megapipe-checkpoint"] = "megapipe-checkpoint"
     version: int = VERSION
     run_id: RunId
     step: Count
     layout: dict[Key, JsonValue]
-    """Mesh sizes and whatever else describes the layout that wrote it; loading needs none of it."""
+    """Mesh sizes and other values of the layout that wrote the checkpoint; loading ignores them."""
     coordinates: dict[Key, JsonValue]
-    """The progress of the run: consumed samples and the like."""
+    """Progress of the run: consumed samples and the like."""
     config: dict[Key, JsonValue]
-    """The run's configuration by dotted key."""
+    """Configuration of the run, by dotted key."""
     digests: dict[Key, Sha256]
-    """SHA-256 of what the run read: the corpus, the tokenizer."""
+    """SHA-256 of the data that the run read: corpus and tokenizer."""
     entries: dict[Name, Entry]
     files: dict[FileName, FileRecord]
 
@@ -120,9 +134,15 @@ class Manifest(Record):
     def _known(cls, version: int) -> int:
         if version != VERSION:
             raise ValueError(
-                f"{version}, where this megapipe reads {VERSION}: another release has written it"
+                f"{version}, but this megapipe reads {VERSION}: another release wrote the file"
             )
         return version
+
+    def with_new_names(self) -> Self:
+        """Return the manifest with the present names of configuration keys and coordinates."""
+        coordinates = {OLD_COORDINATES.get(k, k): value for k, value in self.coordinates.items()}
+        config = dict(stored_with_new_names(self.config))
+        return self.model_copy(update={"config": config, "coordinates": coordinates})
 
     @model_validator(mode="after")
     def _complete(self) -> "Manifest":
@@ -152,7 +172,8 @@ def build_manifest(
     digests: Mapping[str, str],
     receipts: list[Receipt],
 ) -> Manifest:
-    """Merge what the ranks wrote; raises CheckpointError if it is not one whole checkpoint."""
+    """Merge the ranks' receipts into a manifest. Raises CheckpointError if the receipts contradict
+    each other, or do not make a complete checkpoint."""
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     pieces: dict[str, list[StoredPiece]] = {}
     files: dict[str, FileRecord] = {}
@@ -190,9 +211,9 @@ def build_manifest(
 
 
 def seal(record: Record) -> bytes:
-    """The bytes of a record's file: canonical JSON with its own digest.
+    """Return the content of a file that stores the record: canonical JSON with its SHA-256.
 
-    Raises CheckpointError for what JSON lacks (NaN and infinity).
+    Raises CheckpointError for values that JSON lacks (NaN and infinity).
     """
     try:
         body = _canonical(record)
@@ -205,9 +226,9 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def unseal(path: StorageLocation, kind: type[RecordT]) -> RecordT:
-    """Read, check and parse a file that holds what :func:`seal` made.
+    """Read, check and parse a file that :func:`seal` made.
 
-    Raises CheckpointError if it is missing, too long, damaged, or not what `kind` describes.
+    Raises CheckpointError if the file is missing, too long, damaged, or not a record of `kind`.
     """
     data = at(path).read(MAX_BYTES)
     head, tail = b'{"body":', len(b',"sha256":""}\n') + 64
@@ -224,15 +245,15 @@ def unseal(path: StorageLocation, kind: type[RecordT]) -> RecordT:
         raise CheckpointError(f"{path}: {error}") from None
     if canonical != body:
         raise CheckpointError(f"{path} is not canonical JSON (sorted keys, each once, no spaces)")
-    return record
+    return record.with_new_names()
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first complaint of a validation, on one line."""
+    """Format the first problem of a pydantic validation error on one line."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
+    field_path = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
-    text = f"{where}: {message}" if where else message
+    text = f"{field_path}: {message}" if field_path else message
     return " ".join(text.split())[:400]
 
 

@@ -1,8 +1,8 @@
 """Reading a checkpoint into any layout, and finding the newest one.
 
-Nothing that a checkpoint says is believed unchecked: the manifest's digest, the proof that its
-pieces tile every tensor, the files' kinds and lengths at :meth:`Checkpoint.open`; a shard's
-header and the checksum of every piece at each read, on the very bytes that are handed out.
+All content of a checkpoint is checked. :meth:`Checkpoint.open` checks the manifest's digest, proves
+that the pieces tile every tensor, and checks the files' kinds and lengths. A read checks the file's
+header and computes each piece's checksum from the very bytes that it returns.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.errors import CheckpointError, StorageError
 
 RUN_BYTES = 1 << 26
-"""Of tensors that one thread looks at, one after the other."""
+"""Approximate bytes of consecutive tensors that one thread verifies at a time."""
 _WIDER = {
     torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
     torch.float32: (torch.float32, torch.float64),
@@ -52,18 +52,19 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: StorageLocation, files: Container[str] | None = None) -> "Checkpoint":
-        """Check the manifest and the presence and length of every file, or of those in `files`:
-        others may then be missing, until they are read.
+        """Open a checkpoint: check its manifest, and the presence and length of its files. With
+        `files` only these files are checked, and the others may be missing until they are read.
 
-        Raises CheckpointError, naming the file, if anything is missing, extra, of another kind
-        or length, or if the manifest is not valid.
+        Raises CheckpointError, naming the file, if a file is missing, not in the manifest, not an
+        ordinary file, or of another length, or if the manifest is not valid.
         """
         checkpoint = cls(path, unseal(path / MANIFEST, Manifest))
         checkpoint.check_files(files)
         return checkpoint
 
     def check_files(self, only: Container[str] | None = None) -> None:
-        """Check the presence and length of every file, or of those in `only`; see :meth:`open`."""
+        """Check that the files, or only the files `only`, have the lengths that the manifest
+        records, and that there are no other shard files. Raises CheckpointError."""
         files = self.manifest.files
         for name, slots in self._slots.items():
             recorded = files[name].bytes
@@ -78,7 +79,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / min(extra)} is not in the manifest")
 
     def _check_lengths(self, names: Sequence[str]) -> Mapping[str, int]:
-        """Check the presence and length of these files; returns those of all shards there are."""
+        """Check that the files `names` exist with the recorded lengths. Return the lengths of all
+        shard files in the folder."""
         found = at(self.path).sizes(names, ".safetensors")
         for name in names:
             recorded = self.manifest.files[name].bytes
@@ -90,34 +92,37 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps before the checkpoint."""
         return self.manifest.step
 
     @property
     def has_state(self) -> bool:
-        """Whether it has more than weights, so that a run can go on from it."""
+        """Whether the checkpoint has more than weights, so that a run can resume from it."""
         return any(not name.startswith("model/") for name in self.manifest.entries)
 
     @property
     def config(self) -> Mapping[str, JsonValue]:
-        """The run's configuration by dotted key."""
+        """Configuration of the run, by dotted key."""
         return self.manifest.config
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted."""
+        """Return the names of all entries, sorted."""
         return sorted(self.manifest.entries)
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that exactly these tensors are there, before any of them is read.
+        """Check that the checkpoint has exactly these tensors, before any of them is read.
 
-        Entries of other kinds than those asked for (the part of a name before its first slash)
-        may be there too. Raises CheckpointError that names the first difference.
+        The kind of an entry is its name up to the first slash, such as ``model``. Entries whose
+        kind does not occur in `shapes` are ignored. Raises CheckpointError that names the first
+        difference.
         """
         kinds = {name.split("/")[0] for name in shapes}
         stored = {name for name in self.manifest.entries if name.split("/")[0] in kinds}
         if odd := sorted(stored ^ shapes.keys()):
             problem = "has an unexpected" if odd[0] in stored else "lacks the"
-            raise CheckpointError(f"{self.path} {problem} entry {odd[0]!r} (of {len(odd)} such)")
+            raise CheckpointError(
+                f"{self.path} {problem} entry {odd[0]!r} ({len(odd)} names differ in total)"
+            )
         for name, shape in shapes.items():
             found = self.manifest.entries[name].shape
             if found != tuple(shape):
@@ -129,10 +134,11 @@ class Checkpoint:
     def read(
         self, name: str, region: Region | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A region of an entry (default: all of it) as a new host tensor of shape `region.sizes`.
+        """Read a region of an entry (default: all of it) as a new host tensor of shape
+        `region.sizes`.
 
         `dtype` may be the stored type or a wider floating-point type; nothing is ever rounded.
-        Every piece that the region touches is read whole and its checksum compared. Raises
+        Pieces that overlap with the region are read in full and their checksums compared. Raises
         CheckpointError for an unknown entry, a region outside it, another dtype, or damage.
         """
         entry = self._entry(name, region)
@@ -145,8 +151,9 @@ class Checkpoint:
         return out if dtype is None else out.to(dtype)
 
     def read_into(self, out: Tensor, name: str, region: Region) -> None:
-        """Fill the host tensor `out`, of shape `region.sizes`, with a region of an entry, rounded
-        where its type is narrower; see :meth:`read`. After an error it holds anything."""
+        """Fill the host tensor `out`, of shape `region.sizes`, with a region of an entry. Values
+        are rounded if `out` has a narrower type. Raises CheckpointError for an unknown entry, a
+        region outside it, or damage; the values of `out` are then undefined."""
         entry = self._entry(name, region)
         self._fill(out, name, entry, region)
 
@@ -157,13 +164,13 @@ class Checkpoint:
             if common is None:
                 continue
             path = self.path / piece.file
-            where = self._tensors(piece.file)[ShardTensor(name, entry.dtype, piece.region)]
+            located = self._tensors(piece.file)[ShardTensor(name, entry.dtype, piece.region)]
             target = out[common.inside(region)]
             if common == piece.region and target.dtype == stored and target.is_contiguous():
-                read_tensor(path, where, target)
+                read_tensor(path, located, target)
             else:
                 data = torch.empty(piece.sizes, dtype=stored)
-                read_tensor(path, where, data)
+                read_tensor(path, located, data)
                 target.copy_(data[common.inside(piece.region)])
 
     def _entry(self, name: str, region: Region | None) -> Entry:
@@ -177,8 +184,8 @@ class Checkpoint:
         return entry
 
     def files_with(self, name: str, region: Region | None = None) -> set[str]:
-        """The files that a read of a region (default: all) touches; none if there is no such
-        entry."""
+        """Return the names of the shard files that hold a region of an entry (default: all of it);
+        an empty set for an unknown entry."""
         entry = self.manifest.entries.get(name)
         if entry is None:
             return set()
@@ -189,8 +196,8 @@ class Checkpoint:
     def open_sound(
         cls, path: StorageLocation, rank: int = 0, world: int = 1, *, threads: int | None = None
     ) -> "Checkpoint":
-        """Open a checkpoint and :meth:`verify` this rank's share of its files, values too, where
-        `world` ranks share the work."""
+        """Open a checkpoint, and check with :meth:`verify` that the files are intact and all values
+        finite. Rank `rank` of `world` ranks checks every `world`-th file."""
         checkpoint = cls.open(path)
         files = sorted(checkpoint.manifest.files)
         checkpoint.verify(files[rank::world], finite=True, threads=threads)
@@ -203,17 +210,17 @@ class Checkpoint:
         finite: bool = False,
         threads: int | None = None,
     ) -> None:
-        """Compare the length and the header of these files (default: all) and the checksums of all
-        their pieces with the manifest, and with `finite` look at every value in them: no training
-        could go on from one that is not finite.
+        """Compare `files` (default: all) with the manifest: lengths, headers, and the checksums of
+        all pieces. With `finite` also check that every value is finite, as training can only resume
+        from finite values.
 
-        So many `threads` read, by default :func:`readers`. Raises CheckpointError that names a
-        damaged file, or an entry with such a value.
+        Uses `threads` threads, by default :func:`readers`. Raises CheckpointError that names a
+        damaged file, or an entry with a value that is not finite.
         """
         names = list(self.manifest.files if files is None else files)
         self._check_lengths(names)
         for name in names:
-            self._placed.pop(name, None)  # what was found sound may not be so any more
+            self._placed.pop(name, None)  # the file may have been damaged since its last check
         runs = [run for name in names for run in self._runs(name)]
         with ThreadPoolExecutor(threads or readers(self.path)) as pool:
             for _ in pool.map(lambda run: examine(*run, finite=finite), runs):
@@ -223,8 +230,7 @@ class Checkpoint:
         return header(self._slots[file], run_id=self.manifest.run_id, step=self.manifest.step)
 
     def _tensors(self, file: str) -> Mapping[ShardTensor, LocatedTensor]:
-        """The tensors of a file, in the order in which they are stored; checks the file's header
-        when they are first asked for."""
+        """Return the tensors of a file in stored order; the first call for it checks its header."""
         if file not in self._placed:
             head, slots = self._header(file), self._slots[file]
             check_header(self.path / file, head)
@@ -236,7 +242,7 @@ class Checkpoint:
         return self._placed[file]
 
     def _runs(self, file: str) -> Iterator[tuple[StorageLocation, list[LocatedTensor]]]:
-        """The tensors of a file in runs of about as many bytes each, for threads to share."""
+        """Split the tensors of a file into consecutive groups of about equal size, for threads."""
         run: list[LocatedTensor] = []
         for stored in self._tensors(file).values():
             if run and stored.start - run[0].start >= RUN_BYTES:
@@ -247,27 +253,29 @@ class Checkpoint:
 
 
 def readers(path: StorageLocation) -> int:
-    """Threads that read a checkpoint: as many as torch computes with, two at least, so that one may
-    hash while another waits for the disk, and no more than pay."""
+    """Return the number of threads that read a checkpoint: torch's number of threads, at least two
+    (one can hash while another waits for the disk), and at most the storage's `most_readers`."""
     return min(max(torch.get_num_threads(), 2), at(path).most_readers)
 
 
 class NewestCheckpoint(NamedTuple):
-    """Result of :func:`find_newest`: the folder, and why newer ones were passed over."""
+    """The newest usable checkpoint of a folder."""
 
     path: StorageLocation | None
+    """Folder of the checkpoint; None if there is none."""
     skipped: list[str]
+    """Texts that say why newer checkpoints were skipped, one each."""
 
 
 def find_newest(
     root: StorageLocation, *, skip: Container[StorageLocation] = ()
 ) -> NewestCheckpoint:
-    """Find the newest checkpoint in `root` that opens, by step number and attempt.
+    """Find the newest checkpoint in `root` that opens, by step and attempt.
 
-    The scan decides; the pointer file and file times do not count. The files' contents are not
-    hashed here: if :meth:`Checkpoint.verify` or a read fails later, put the folder in `skip` and
-    ask again. Raises StorageError if `root` exists but cannot be listed, or a manifest cannot be
-    read: what the store does not answer for is not damaged.
+    The pointer file ``latest`` and file times are ignored, and the contents of shard files are not
+    hashed. If :meth:`Checkpoint.verify` or a read fails later, call this function again with the
+    folder in `skip`. Raises StorageError if `root` exists but cannot be listed, or if a manifest
+    cannot be read: such a checkpoint may be intact.
     """
     skipped: list[str] = []
     for key in committed(root):

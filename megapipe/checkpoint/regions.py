@@ -1,8 +1,8 @@
-"""Rectangles of an n-dimensional tensor: what a shard holds, whatever the layout that wrote it.
+"""Rectangles of an n-dimensional tensor. Shard files store tensors as rectangles, for any layout.
 
-Tensor parallelism cuts a parameter along one dimension, and ZeRO cuts the flat buffer behind it
-anywhere. Either result is a few rectangles of the global tensor, so a checkpoint stores rectangles
-alone, and loading into another layout intersects rectangles.
+Tensor parallelism cuts a parameter along one dimension, and ZeRO cuts the flat buffer that holds it
+at any element. The result of either is a few rectangles of the global tensor. So a checkpoint
+stores only rectangles, and loading into another layout intersects rectangles.
 """
 
 from collections import defaultdict
@@ -31,22 +31,23 @@ class Region(NamedTuple):
         )
 
     def inside(self, outer: "Region") -> tuple[slice, ...]:
-        """The index that takes this region out of a tensor that holds `outer`."""
+        """Return the slices that select this region in a tensor that holds the region `outer`."""
         starts = (o - base for o, base in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(o, o + n) for o, n in zip(starts, self.sizes, strict=True))
 
 
 def whole(shape: tuple[int, ...]) -> Region:
-    """The region of all elements of a tensor."""
+    """Return the region of all elements of a tensor."""
     return Region((0,) * len(shape), tuple(shape))
 
 
 def flat_regions(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, Region]]:
     """Cut elements [start, stop) of a row-major tensor into regions.
 
-    Returns (position within the range, region) in flat order, without gaps: the elements of one
-    are `range[position : position + region.numel]` reshaped to its sizes. At most 2 n - 1 regions
-    for n dimensions; none for an empty range. Raises ValueError if the range leaves the tensor.
+    Returns pairs (position, region), in flat order without gaps. Counted from `start`, the elements
+    position .. position + region.numel - 1 are the region, reshaped to `region.sizes`. There are at
+    most 2 n - 1 regions for n dimensions, and none for an empty range. Raises ValueError if the
+    range leaves the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"range [{start}, {stop}) leaves a tensor of {prod(shape)} elements")
@@ -58,7 +59,9 @@ def flat_regions(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[in
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
-    """Part of a first row, then full rows, then part of a last row, each part cut likewise."""
+    """Yield the regions of elements [start, stop). A row is the elements with the same first index.
+    First the end of an incomplete row is cut recursively, then all complete rows are one region,
+    then the beginning of an incomplete row is cut recursively."""
     if start == stop:
         return
     if not shape:
@@ -79,7 +82,7 @@ def _cut(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Region]:
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """The elements that both regions hold; None if there are none."""
+    """Return the region of the elements that are in both regions; None if there are none."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     ends = (
         min(i + n, j + m) for i, n, j, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
@@ -91,15 +94,16 @@ def intersect(a: Region, b: Region) -> Region | None:
 def first_uncovered(
     shape: tuple[int, ...], regions: Iterable[Region]
 ) -> tuple[tuple[int, ...], int] | None:
-    """Prove that the regions tile the tensor: None if each element is in exactly one region.
+    """Check that regions tile a tensor; return None if each element is in exactly one region.
 
-    Otherwise returns the first (in row-major order) element that is not, which lies outside the
-    tensor if a region leaves it, and how many regions hold it.
+    Otherwise return the first wrong element in row-major order (outside the tensor if a region
+    leaves it), and the number of regions that contain it.
 
     The indicator function of a region is the n-fold running sum of signed unit masses on its 2^n
-    corners, and that sum loses nothing: the regions tile the tensor if and only if their corner
-    masses add up to the tensor's own. The first corner where they differ is the first wrong
-    element, since only the masses before it contribute to its count. k regions cost O(k 2^n).
+    corners, and a running sum can be inverted. So the regions tile the tensor if and only if the
+    sum of their corner masses equals the tensor's. The first corner where the masses differ is the
+    first wrong element, since only masses before an element contribute to its count. k regions cost
+    O(k 2^n).
     """
     signs = [prod(corner) for corner in product((1, -1), repeat=len(shape))]
     excess: dict[tuple[int, ...], int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Removing what is no longer needed: old checkpoints, and what killed saves left behind."""
+"""Removal of old checkpoints, and of the leftovers of killed saves."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from megapipe.errors import CheckpointError
 
 
 class Removal(NamedTuple):
-    """Result of a removal, which goes on after what cannot be removed."""
+    """Result of a removal: the removed checkpoints or leftovers, and the problems."""
 
     removed: list[StorageLocation]
     problems: list[str]
-    """A line for each that is still there."""
+    """One line for each path that still exists."""
 
 
 def outdated(
@@ -24,11 +24,12 @@ def outdated(
     newest: StorageLocation,
     is_sound: Callable[[StorageLocation], bool],
 ) -> list[StorageLocation]:
-    """The checkpoints, of `paths` from the newest to the oldest, that are not needed any more.
+    """Return the checkpoints in `paths` (ordered newest first) that can be removed.
 
-    The `keep` newest of those that are sound stay, as do `newest`, which was saved last, and of
-    those that are newer than these, but not sound, the `keep` newest. `is_sound` is asked for those
-    that may stay, as far as one could go.
+    A checkpoint is sound if it is intact and all its values are finite. The `keep` newest sound
+    checkpoints stay, and so does `newest`, the one that was saved last. A checkpoint that is not
+    sound stays if fewer than `keep` newer ones are sound, and fewer than `keep` newer ones are not.
+    `is_sound` is only called for checkpoints that may stay.
     """
     paths = list(paths)
     if len(paths) <= keep:
@@ -50,13 +51,13 @@ def outdated(
 def remove(
     root: StorageLocation, checkpoints: Iterable[StorageLocation], *, alone: bool = True
 ) -> Removal:
-    """Remove checkpoints of the folder `root`, with their marks, and what killed saves left there.
+    """Remove checkpoints of the folder `root` with their marks, and the leftovers of killed saves.
 
-    Their names are kept from being given again before they go; where the disk is too full for that,
-    after them.
-    Call it on one rank. Where a save may be under way in `root`, or begin, `alone` is to be False,
-    and what may be half of it stays. A checkpoint is withdrawn in one step before its files are
-    removed, so a kill in between never leaves half of it.
+    Call this function on one rank. With `alone` False a save may be in progress in `root`, or start
+    meanwhile, so folders of unfinished saves stay. A checkpoint is turned into a leftover in one
+    step before its files are removed, so a kill never leaves half of a checkpoint. The checkpoints'
+    names are recorded before the removal (after it if the disk is full), so that they are not
+    reused.
     """
     removed: list[StorageLocation] = []
     left: list[StorageLocation] = []
@@ -82,18 +83,19 @@ def remove(
 
 
 def _note(root: StorageLocation, checkpoints: Iterable[StorageLocation]) -> str | None:
-    """Keep names of checkpoints from being given again; returns why that fails."""
+    """Record names of removed checkpoints, which are never reused; return an error text or None."""
     keys = [key for path in checkpoints if (key := CheckpointName.parsed(path.name)) is not None]
     try:
         if keys:
             note_removed(root, keys)
     except (OSError, CheckpointError) as error:
-        return f"{root}: names of checkpoints that are removed may be given again: {error}"
+        return f"{root}: names of removed checkpoints may be used again: {error}"
     return None
 
 
 def clear_leftovers(root: StorageLocation) -> Removal:
-    """Remove what killed saves and removals left in `root`, if it is there, as :func:`remove`."""
+    """Remove the leftovers of killed saves and removals in `root`, if it exists. No save may be in
+    progress in `root`."""
     try:
         found = leftovers(root)
     except CheckpointError as error:
@@ -118,4 +120,4 @@ def _cannot(path: StorageLocation, error: OSError | CheckpointError) -> str:
         why = f"cannot remove {error.filename or path}: {error.strerror}"
     else:
         why = str(error)
-    return f"{why}; it takes room until you do"
+    return f"{why}; it takes disk space until you do"

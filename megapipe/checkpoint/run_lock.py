@@ -1,9 +1,9 @@
-"""One job at a time in a run folder.
+"""A lock that allows one job at a time in a run folder.
 
 Two jobs in one folder would delete each other's half-written checkpoints and mix their logs. The
 first process of a job owns ``.lock.1`` in the folder (:mod:`megapipe.util.heartbeat`). Another job
-is refused as long as that process lives, and takes over from one that was killed: at once on the
-same machine, from another after its heartbeat has stood still for a while.
+is refused as long as that process lives. If the process was killed, the other job takes over the
+lock: at once on the same machine, else after 90 s without a heartbeat.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ LOCK, OWNER = "lock", "owner"
 
 
 class RunLock:
-    """The right of this process' job to write into the run folder `folder`.
+    """The right of this process's job to write into the run folder `folder`.
 
-    Raises ConfigError if another job has it, OSError if the folder cannot be written.
+    Raises ConfigError if another job has the lock, OSError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.taken_over: heartbeat.Owner | None = None
-        """The owner before, if it was killed."""
-        self._held = ExitStack()
+        """The previous owner of the lock, if that process was killed."""
+        self._resources = ExitStack()
         own = self._take()
         self.nonce = f"{own.name}/{secrets.token_hex(8)}"
-        """Place in the run folder of a file that processes of this job alone can know of."""
-        self._held.callback(self._remove, own)
+        """Path, relative to the run folder, of a file whose name only this job's processes know."""
+        self._resources.callback(self._remove, own)
         try:
             (folder / self.nonce).touch()
-            self._held.enter_context(heartbeat.beating(own / OWNER, proof=folder / self.nonce))
+            self._resources.enter_context(heartbeat.beating(own / OWNER, proof=folder / self.nonce))
         except OSError:
             shutil.rmtree(own, ignore_errors=True)
             raise
@@ -46,19 +46,19 @@ class RunLock:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _take(self) -> Path:
-        """The folder that makes this process the owner, which it has just made."""
-        watch, told = heartbeat.OwnerWatch(), False
+        """Make the folder that gives this process the lock, and return its path."""
+        watch, reported = heartbeat.OwnerWatch(), False
         while True:
             number, newest = max(heartbeat.attempts(self.folder / LOCK), default=(0, None))
             if newest is not None and (state := watch.look(newest / OWNER)) != "gone":
                 owner = watch.owner
                 if owner is not None and (owner.is_here or state == "alive"):
                     raise self._refusal(owner)
-                if owner is not None and not told:
+                if owner is not None and not reported:
                     heartbeat.print_notice(
-                        f"looking whether {owner}, which had {self.folder}, is alive"
+                        f"checking whether {owner}, which had locked {self.folder}, is alive"
                     )
-                    told = True
+                    reported = True
                 watch.pause()
                 continue
             own = self.folder / f".{LOCK}.{number + 1}"
@@ -80,32 +80,31 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Raise LaunchError if another job has taken over, as after a long suspension, and
-        CheckpointError if the folder is not there any more."""
+        """Raise LaunchError if another job has taken over the lock, as after a long suspension, and
+        CheckpointError if the run folder no longer exists."""
         try:
             if (self.folder / self.nonce).exists():
                 return
             others = [path for _, path in sorted(heartbeat.attempts(self.folder / LOCK))]
         except OSError as error:
             raise CheckpointError(
-                f"run.folder: {self.folder} cannot be read any more: {error.strerror}: nothing "
-                "more is written"
+                f"run.folder: {self.folder} cannot be read any more: {error.strerror}; this "
+                "job writes nothing more"
             ) from None
         if not others:
             raise CheckpointError(
-                f"run.folder: {self.folder} was removed, or what a run keeps other jobs out with: "
-                "nothing more is written"
+                f"run.folder: {self.folder} or its lock was removed; this job writes nothing more"
             )
         owner = heartbeat.read(others[-1] / OWNER)
         raise LaunchError(
-            f"run.folder: {self.folder} was taken over by {owner or 'another job'} while this "
-            "one gave no sign of life: nothing more is written"
+            f"run.folder: {self.folder} was taken over by {owner or 'another job'} because "
+            "this job sent no heartbeat; this job writes nothing more"
         )
 
     def _remove(self, own: Path) -> None:
-        if (self.folder / self.nonce).exists():  # else it is another job's by now
+        if (self.folder / self.nonce).exists():  # else another job owns it by now
             shutil.rmtree(own, ignore_errors=True)
 
     def release(self) -> None:
-        """Let other jobs in; a second call does nothing."""
-        self._held.close()
+        """Give up the lock, so that other jobs can start; a second call does nothing."""
+        self._resources.close()

@@ -1,9 +1,9 @@
-"""One safetensors file of a checkpoint: written in one pass, read piece by piece.
+"""A shard file of a checkpoint: written in one pass, read piece by piece.
 
-The file is a plain safetensors file, but its header follows from the manifest: the pieces that the
-file holds, in a fixed order. So the reader compares the header's bytes instead of parsing it, and
-a piece's position is known before the file is opened. With the pieces' checksums, a reader of all
-pieces has checked every byte of a shard.
+The file is a plain safetensors file, but the manifest determines its header: it lists the file's
+pieces in a fixed order. So the reader compares the header's bytes instead of parsing them, and
+knows where a piece is before it opens the file. As each piece has a checksum, a reader of all
+pieces has checked every byte of the file.
 """
 
 import json
@@ -36,13 +36,14 @@ _SAFETENSORS_DTYPES: dict[Dtype, str] = {
 }
 _BLOCK = 1 << 24
 _IN_CACHE = 1 << 20
-"""Bytes that are read and looked at before more are."""
+"""Number of bytes that are read at a time, so that they are checked while in the CPU cache."""
 _IN_ONE_THREAD = 1 << 15
-"""Values that torch adds up in one thread where it has several: others read other tensors."""
+"""Maximum number of values that torch checks for finite values in the calling thread alone. Threads
+of torch would compete with the other threads that verify tensors."""
 
 
 class ShardTensor(NamedTuple):
-    """A tensor of a shard: one region of an entry."""
+    """One tensor of a shard file: a region of a global tensor of the checkpoint."""
 
     name: str
     dtype: Dtype
@@ -50,22 +51,22 @@ class ShardTensor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The tensor's name in the file, as in ``model/final_norm.weight@0``."""
+        """Name of the tensor in the file, such as ``model/final_norm.weight@0``."""
         return f"{self.name}@{','.join(map(str, self.region.offsets))}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return self.region.numel * TORCH_DTYPES[self.dtype].itemsize
 
     @property
     def order(self) -> tuple[int, str, Region]:
-        """Sort key within a shard: wide types first, so that every tensor is aligned."""
+        """Sort key for a shard file: wide types come first, so that every tensor is aligned."""
         return -TORCH_DTYPES[self.dtype].itemsize, self.name, self.region
 
 
 def slots_by_file(manifest: Manifest) -> dict[str, dict[ShardTensor, str]]:
-    """Each shard's tensors in the order in which they are stored, with their checksums."""
+    """Return the tensors of each shard file in stored order, with their checksums."""
     found: dict[str, dict[ShardTensor, str]] = {file: {} for file in manifest.files}
     for name, entry in manifest.entries.items():
         for piece in entry.pieces:
@@ -77,7 +78,7 @@ def slots_by_file(manifest: Manifest) -> dict[str, dict[ShardTensor, str]]:
 
 
 def header(slots: Iterable[ShardTensor], *, run_id: str, step: int) -> bytes:
-    """The bytes before the data of a shard that holds `slots`, in this order."""
+    """Return the header bytes of a shard file with the tensors `slots`, in this order."""
     tensors = ((x.key, _SAFETENSORS_DTYPES[x.dtype], x.region.sizes, x.nbytes) for x in slots)
     return safetensors_header(tensors, {"run_id": run_id, "step": str(step)})
 
@@ -85,8 +86,8 @@ def header(slots: Iterable[ShardTensor], *, run_id: str, step: int) -> bytes:
 def safetensors_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes before the data of a safetensors file: of each tensor, in the order of the data,
-    its name, its type as the format calls it, its shape and its bytes."""
+    """Return the header bytes of a safetensors file. `tensors`, in the order of the data, are
+    tuples of name, safetensors type, shape and number of bytes."""
     content: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for name, dtype, shape, nbytes in tensors:
@@ -101,11 +102,10 @@ def safetensors_header(
 def write_shard(
     path: StorageLocation, contents: Sequence[tuple[ShardTensor, Tensor]], *, run_id: str, step: int
 ) -> tuple[FileRecord, list[str]]:
-    """Write tensors, given in `ShardTensor.order`, to a new file and make it durable.
+    """Write tensors, sorted by `ShardTensor.order`, to a new file and make it durable.
 
-    One tensor at a time is brought to the host; a thread hashes it while it is written. Returns
-    the file's record and the tensors' checksums. Raises CheckpointError if the file cannot be
-    written.
+    One tensor at a time is copied to the host; a thread hashes it while it is written. Returns the
+    file's record and the tensors' checksums. Raises CheckpointError if the file cannot be written.
     """
 
     def fill(file: BinaryIO) -> tuple[FileRecord, list[str]]:
@@ -126,8 +126,8 @@ def write_shard(
 
 
 def checksum(data: memoryview) -> str:
-    """The 128-bit XXH3 of bytes, in hexadecimal: as fast as memory, and as sure as any digest
-    against accidents."""
+    """Return the 128-bit XXH3 of `data`, in hexadecimal. It is as fast as memory, and detects
+    accidents as reliably as any digest."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -140,7 +140,7 @@ def check_header(path: StorageLocation, expected: bytes) -> None:
 
 
 class LocatedTensor(NamedTuple):
-    """A tensor of a shard, where its bytes begin, and their checksum."""
+    """A tensor of a shard file, the byte where it begins, and its checksum."""
 
     slot: ShardTensor
     start: int
@@ -148,10 +148,10 @@ class LocatedTensor(NamedTuple):
 
 
 def read_tensor(path: StorageLocation, stored: LocatedTensor, out: Tensor) -> None:
-    """Fill the contiguous host tensor `out` with a tensor of a shard.
+    """Fill the contiguous host tensor `out` with the tensor `stored` of a shard file.
 
-    Raises CheckpointError if the file ends early or its bytes have another checksum; `out` is then
-    garbage.
+    Raises CheckpointError if the file ends early or the checksum of the bytes differs; the values
+    of `out` are then undefined.
     """
     data, hashed = bytes_of(out), xxhash.xxh3_128()
     with at(path).open(until=stored.start + len(data)) as file:
@@ -166,13 +166,13 @@ def read_tensor(path: StorageLocation, stored: LocatedTensor, out: Tensor) -> No
 
 
 def examine(path: StorageLocation, tensors: Sequence[LocatedTensor], *, finite: bool) -> None:
-    """Read tensors that lie one after the other in a shard, once; little of it is held at a time.
+    """Read consecutive tensors of a shard file once, in small blocks, and check them.
 
-    Raises CheckpointError for the first that has another checksum than is known, or with `finite`
-    a value that is not finite, or if the file cannot be read or ends early.
+    Raises CheckpointError for the first tensor with a wrong checksum or, with `finite`, with a
+    value that is not finite. Raises it too if the file cannot be read or ends early.
     """
     buffer = torch.empty(_IN_CACHE, dtype=torch.uint8)
-    most = _IN_ONE_THREAD if torch.get_num_threads() > 1 else len(buffer)  # values, by one call
+    most = _IN_ONE_THREAD if torch.get_num_threads() > 1 else len(buffer)  # values per call
     last = tensors[-1]
     with at(path).open(until=last.start + last.slot.nbytes) as file:
         file.seek(tensors[0].start)
@@ -202,5 +202,5 @@ def _damaged(path: StorageLocation, stored: LocatedTensor) -> CheckpointError:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a host tensor, shared with it if it is contiguous."""
+    """Return the bytes of a host tensor; they share memory with a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

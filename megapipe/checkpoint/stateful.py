@@ -1,4 +1,4 @@
-"""The interface of what has a state that checkpoints keep."""
+"""The interface of objects with state that checkpoints store."""
 
 from __future__ import annotations
 
@@ -15,64 +15,65 @@ from megapipe.checkpoint.writer import Piece
 
 
 class TensorReader(Protocol):
-    """Global tensors to be read by regions: a checkpoint, or what takes the place of one."""
+    """Global tensors that are read by regions: a checkpoint, or something equivalent."""
 
     @property
     def path(self) -> StorageLocation:
-        """Where it is."""
+        """Location of the tensors."""
 
     @property
     def config(self) -> Mapping[str, JsonValue]:
-        """Keys of the run's configuration, those of the model at least."""
+        """Configuration of the run, or at least the keys of the section `model`."""
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless it has exactly these tensors, ``model/...``."""
+        """Raise CheckpointError unless exactly these tensors, ``model/...``, are stored."""
 
     def read_into(self, out: Tensor, name: str, region: Region) -> None:
-        """Fill `out`, on the host, with a region of a tensor; raises CheckpointError."""
+        """Fill `out`, a host tensor, with a region of a tensor, or raise CheckpointError."""
 
 
 class Stateful:
-    """Has a state that checkpoints keep; derive from it and override the parts that exist.
+    """Base of objects with state that checkpoints store; override the methods that apply.
 
-    A checkpoint has a small part, as JSON, and tensors. A save asks each member of a run for
-    :meth:`state` and :meth:`tensors`. A load gives each its :meth:`load`, then each its
-    :meth:`read`: which tensors a rank reads may depend on what is small. All ranks do so in the
-    same order, so that these two may communicate.
+    The state has a small part, as JSON, and tensors. A save calls :meth:`state` and :meth:`tensors`
+    of each object. A load calls :meth:`load` of each object, then :meth:`read` of each: which
+    tensors a rank reads may depend on the small parts. All ranks call these methods of all objects
+    in the same order, so that :meth:`load` and :meth:`read` may communicate.
     """
 
     name: ClassVar[str] = ""
-    """Key of the small part in a checkpoint, and beginning of the names of :meth:`buffers`. Empty:
-    there is neither."""
+    """Key of the small part in a checkpoint, and prefix of the names of :meth:`buffers`. Empty if
+    the object has neither."""
     kind: ClassVar[Any] = JsonValue
-    """Type of the small part, which pydantic checks before :meth:`load`."""
+    """Type of the small part, which pydantic validates before :meth:`load`."""
     shared: ClassVar[bool] = True
-    """Whether all ranks have the same tensors, so that rank 0 alone writes them."""
+    """Whether the tensors are equal on all ranks, so that only rank 0 writes them."""
 
     def state(self) -> JsonValue:
-        """Return the small part; None: nothing is kept."""
+        """Return the small part of the state; None if there is nothing to store."""
         return None
 
     def load(self, stored: Any) -> None:
-        """Go on from a small part, of type :attr:`kind`; None: the checkpoint has none. It may be
-        called twice. Raises ValueError for what cannot be."""
+        """Restore the small part, of type :attr:`kind`; `stored` is None if the checkpoint has
+        none. A load may call this method twice. Raises ValueError for impossible values."""
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Return tensors that all ranks have alike, of any shape and device, by a name of each; a
-        load fills those that a checkpoint has."""
+        """Return tensors by name, of any shape and device, that are equal on all ranks. A load
+        fills each of these tensors that the checkpoint has."""
         return {}
 
     def tensors(self) -> Iterator[Piece]:
-        """Yield this rank's part of the tensors, as views: here :meth:`buffers`."""
+        """Yield the pieces that this rank saves, as views; by default all :meth:`buffers`."""
         for name, tensor in self._named():
             yield Piece(name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor)
 
     def entries(self) -> Iterable[str]:
-        """Return names of entries that :meth:`read` reads, the whole of each."""
+        """Return the names of the checkpoint's entries that :meth:`read` reads completely."""
         return [name for name, _ in self._named()]
 
     def read(self, weights: TensorReader, names: Collection[str]) -> None:
-        """Read the tensors, as far as they are among the `names` of what is there."""
+        """Fill the tensors of this object from the checkpoint `weights`. `names`: all entries that
+        the checkpoint has; tensors without an entry stay as they are."""
         for name, tensor in self._named():
             if name in names:
                 out = torch.empty_like(tensor, device="cpu")
@@ -80,12 +81,14 @@ class Stateful:
                 tensor.copy_(out)
 
     def read_weights(self, weights: TensorReader) -> None:
-        """Read what belongs to the weights, where these alone are loaded."""
+        """Read the part of the state that belongs to the model's weights. This method replaces
+        :meth:`load` and :meth:`read` if a run loads only weights from a checkpoint."""
 
     def saved(self) -> None:
-        """Take note that the state of a run was asked for by a save."""
+        """React to a save. It has called :meth:`state`, but may not have copied the tensors yet. A
+        run that resumes from the save must continue as this one does."""
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers by the names of their entries."""
+        """Yield each buffer with the name of its entry in the checkpoint."""
         for name, tensor in self.buffers().items():
             yield f"{self.name}/{name}", tensor.detach()

@@ -1,14 +1,14 @@
-"""Saving a checkpoint so that a kill or a power cut at any moment leaves the previous one.
+"""Saves of checkpoints: a kill or a power cut at any moment leaves the previous checkpoint.
 
 1. Rank 0 makes a staging folder whose name no other attempt shares.
-2. Every rank writes its pieces into shards of bounded size there, then a receipt that lists them
-   with their checksums, all of it fsynced.
+2. Every rank writes its pieces there into shard files of bounded size, then a receipt that lists
+   the pieces with their checksums. All of these files are fsynced.
 3. Rank 0 merges the receipts, proves that the pieces tile every entry, writes the manifest,
    fsyncs the folder and opens the result as a reader would.
-4. One rename makes it a checkpoint; after the parent folder's fsync it is durable.
+4. One rename makes the folder a checkpoint; after the parent folder's fsync it is durable.
 5. Only then the `latest` pointer is replaced.
 
-A failure on any rank is agreed on after each phase, so all ranks raise and none waits for ever.
+After each phase the ranks agree on whether any rank failed, so all ranks raise and none hangs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,10 +45,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's part of a global tensor `name` of `shape`: the elements of `region`.
+    """One rank's part of the global tensor `name` of shape `shape`: the elements of `region`.
 
-    `tensor` has the shape `region.sizes` and any device; its dtype is fp32, bf16, fp64 or int64. An
-    element belongs to exactly one piece of one rank: of replicas, one rank hands in its copy.
+    `tensor` has the shape `region.sizes` and any device; its dtype is fp32, bf16, fp64 or int64.
+    Over all ranks, each element is in exactly one piece: only the primary passes it.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Meta:
-    """Facts about the run that a checkpoint records; those of rank 0 are written.
+    """Values about the run that a checkpoint records; only rank 0's values are written.
 
-    `digests` are SHA-256 of what the run read (corpus, tokenizer), in hexadecimal.
+    `digests` are SHA-256 of the data that the run read (corpus, tokenizer), in hexadecimal.
     """
 
     run_id: str
@@ -76,19 +76,19 @@ class SaveGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process, 0 <= rank < world."""
+        """Index of this process, from 0 to `world` - 1."""
 
     @property
     def world(self) -> int:
         """Number of processes."""
 
     def share(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
+        """Return the text of rank 0 on every rank."""
 
     def agree(self, error: str | None) -> str | None:
-        """One failing rank's error, the same on every rank, None if all passed None.
+        """Return the error of one failing rank, the same on every rank; None if all passed None.
 
-        Returns only after every rank has called it.
+        Returns only after every rank has called this method.
         """
 
 
@@ -99,11 +99,11 @@ class SingleProcess:
     world = 1
 
     def share(self, text: str) -> str:
-        """The text itself."""
+        """Return the text itself."""
         return text
 
     def agree(self, error: str | None) -> str | None:
-        """The error itself."""
+        """Return the error itself."""
         return error
 
 
@@ -119,14 +119,14 @@ def save(
 ) -> StorageLocation:
     """Write a checkpoint of all ranks' pieces and commit it; returns its folder on every rank.
 
-    `root` must be on a file system that all ranks share. `pieces` may be a generator; at most
-    `shard_bytes` (or one larger piece) of it are held at a time, and it must not communicate. A
-    disk with less room than `nbytes`, if that is known, is refused before anything is written. The
-    folder is ``step-<step>``, with a suffix if that exists: no folder is ever overwritten.
+    `root` must be on a file system that all ranks share. `pieces` may be a generator that does not
+    communicate; at most `shard_bytes` of its pieces (or one larger piece) are held at a time. If
+    the disk has less free space than `nbytes`, the save fails before it writes anything. The folder
+    is ``step-<step>``, with a suffix if that name was used: no folder is ever overwritten.
 
     Raises CheckpointError on every rank if any rank cannot write, or if the pieces do not tile
-    every entry exactly; staging is then removed and earlier checkpoints are as they were. Any
-    other exception is re-raised on the rank where it arose.
+    every entry exactly; the staging folder is then removed, and earlier checkpoints are unchanged.
+    Any other exception is re-raised on the rank where it arose.
     """
     lead = group.rank == 0
     staging = stage(root, step, group, nbytes)
@@ -141,9 +141,10 @@ def save(
 
 
 def stage(root: StorageLocation, step: int, group: SaveGroup, nbytes: int) -> StorageLocation:
-    """Make a staging folder for a checkpoint of `step` and so many bytes; returns it on every rank.
+    """Make a staging folder for a checkpoint of `step`; return its path on every rank.
 
-    Raises CheckpointError on all of them if rank 0 cannot, or the disk has no room.
+    Raises CheckpointError on all ranks if rank 0 fails, or the disk has less than `nbytes` bytes of
+    free space.
     """
     lead = group.rank == 0
     name = run_on_all(group, lambda: _make_staging(root, step, nbytes) if lead else "")
@@ -151,12 +152,12 @@ def stage(root: StorageLocation, step: int, group: SaveGroup, nbytes: int) -> St
 
 
 def discard(staging: StorageLocation) -> None:
-    """Remove a staging folder of which no checkpoint was made."""
+    """Remove the staging folder of a failed save."""
     at(staging).discard()
 
 
 def run_on_all(group: SaveGroup, work: Callable[[], T]) -> T:
-    """Do this rank's part of a phase; raise on every rank if it failed on any."""
+    """Run `work`, this rank's part of a phase; raise on every rank if it failed on any rank."""
     error: Exception | None = None
     try:
         result = work()
@@ -171,12 +172,12 @@ def run_on_all(group: SaveGroup, work: Callable[[], T]) -> T:
 
 
 def not_saved(fault: str) -> CheckpointError:
-    """The error of a save that has failed on some rank."""
+    """Make the error of a save that failed on some rank."""
     return CheckpointError(f"checkpoint not saved: {fault}")
 
 
 def described(error: Exception) -> str:
-    """An error in a line."""
+    """Format an error on one line."""
     if isinstance(error, MegapipeError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -190,7 +191,7 @@ def _make_staging(root: StorageLocation, step: int, nbytes: int) -> str:
 
 @dataclass
 class _Batch:
-    """Pieces that come into one shard."""
+    """Pieces that go into one shard file."""
 
     contents: list[tuple[ShardTensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
@@ -206,10 +207,12 @@ def write(
     *,
     weights_apart: bool = False,
 ) -> None:
-    """Write one rank's shards and its receipt; with `weights_apart` no shard has weights and
-    states. Raises CheckpointError or OSError."""
+    """Write one rank's shard files and its receipt. With `weights_apart` no file mixes weights with
+    other state. Raises CheckpointError or OSError."""
     if not at(staging).sees_attempt():
-        raise CheckpointError(f"{staging} of rank 0 is not there: is the folder on a shared disk?")
+        raise CheckpointError(
+            f"{staging} of rank 0 is not visible on this rank: is the folder on a shared disk?"
+        )
     kinds: dict[str, tuple[Dtype, tuple[int, ...]]] = {}
     stored: dict[str, list[StoredPiece]] = {}
     files: dict[str, FileRecord] = {}
@@ -272,15 +275,16 @@ def _slot(piece: Piece) -> ShardTensor:
     if tuple(piece.tensor.shape) != piece.region.sizes or not piece.region.fits(piece.shape):
         raise CheckpointError(
             f"entry {piece.name!r} of shape {list(piece.shape)}: a tensor of shape "
-            f"{list(piece.tensor.shape)} is no {piece.region}"
+            f"{list(piece.tensor.shape)} is not {piece.region}"
         )
     return ShardTensor(piece.name, dtype, piece.region)
 
 
 def commit(staging: StorageLocation, step: int, meta: Meta, world: int) -> str:
-    """Make a checkpoint of what all ranks have written: manifest, rename, pointer.
+    """Turn a complete staging folder into a checkpoint: manifest, rename, pointer.
 
-    That is rank 0's part. Returns the new folder's name; raises CheckpointError or OSError."""
+    Called on rank 0 only. Returns the new folder's name; raises CheckpointError or OSError.
+    """
     root = staging.parent
     manifest = build_manifest(
         run_id=meta.run_id,
@@ -296,14 +300,15 @@ def commit(staging: StorageLocation, step: int, meta: Meta, world: int) -> str:
         at(receipt_path(staging, rank)).unlink()
     _write_sealed(staging / MANIFEST, manifest)
     at(staging).sync()
-    unseal(staging / MANIFEST, Manifest)  # as a reader finds it
+    unseal(staging / MANIFEST, Manifest)  # as a reader would
     name = at(staging).publish(lambda: next_name(root, step))
     point_at(root, name)
     return name
 
 
 def point_at(root: StorageLocation, name: str) -> None:
-    """Let the pointer name a checkpoint of `root`. Raises CheckpointError or OSError."""
+    """Write the checkpoint's name into the pointer file `latest` of `root`. Raises CheckpointError
+    or OSError."""
     at(root / POINTER).replace(f"{name}\n".encode())
 
 
@@ -317,5 +322,5 @@ def _write_sealed(path: StorageLocation, record: Manifest | Receipt) -> None:
 
 
 def receipt_path(staging: StorageLocation, rank: int) -> StorageLocation:
-    """Where a rank lists what it has written."""
+    """Return the path of the receipt in which a rank lists the files that it wrote."""
     return staging / f"receipt-{rank:05d}.json"

@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections, their keys, presets and files."""
+"""The configuration of a run: sections, their keys, presets and files."""

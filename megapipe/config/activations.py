@@ -1,4 +1,4 @@
-"""The section `activations` of the configuration: what layers keep until the backward."""
+"""The section `activations` of the configuration: what layers save until the backward."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ BY_BLOCK = Needs(
 
 
 class ActivationsConfig(Section):
-    """Activations that layers keep until the backward; the rest is recomputed, or fetched from host
-    memory. Results are the same (bitwise, unless a norm that is recomputed hands its input more
-    than one gradient, as the CPU's rmsnorm does)."""
+    """Activations that layers save until the backward; the other activations are recomputed, or
+    fetched from host memory. Results are bitwise equal, except with a recomputed norm that gives
+    its input more than one gradient (the CPU's rmsnorm)."""
 
     ON_RESUME = OnResume.HARMLESS
 
     policy: ActivationPolicy | list[ActivationPolicy] = "keep"
-    """keep: all that autograd saves; selective: recompute `modules` in the backward (Korthikanti
-    et al., 2205.05198); full: recompute each block from its input; stage: recompute the whole stage
-    from its input. One for all stages, or a list with one for each virtual stage."""
+    """Recomputation in the backward. keep: nothing, all that autograd saves stays; selective:
+    `modules` (Korthikanti et al., 2205.05198); full: each block, from its input; stage: the whole
+    stage, from its input. One value for all stages, or a list with one for each virtual stage."""
     modules: Annotated[list[ActivationModule], needs("activations.policy", "selective")] = Field(
         ["norm", "attention", "mlp_activation"]
     )
-    """selective: what is recomputed. norm: both norms; attention: all between the projections;
-    mlp_activation: the function between the matrices. The linear layers are not recomputed, but for
-    experts: of these a layer keeps its input and the choice, and rows are dispatched and widened a
-    second time."""
+    """Modules that policy selective recomputes. norm: both norms; attention: everything between the
+    projections; mlp_activation: the function between the matrices; experts: router, dispatch and up
+    projection of routed experts, with saved choices. No other linear layer is recomputed."""
     keep_attention: bool = False
-    """Whether blocks, modules and stages that are recomputed keep the results of attention (its
-    output, and a number per head and position) and do not attend a second time; worth its memory
-    where sequences are long (DistFlashAttn, Li et al., 2310.03294)."""
-    blocks: Annotated[int | list[int] | None, NOT_BY_STAGE, BY_BLOCK] = None
-    """Blocks of a stage, counted from its first, that `policy` and `offload` apply to; the others
-    keep. Default: all. One number, or a list with one for each virtual stage."""
-    span: Annotated[int, needs("activations.policy", "full")] = Field(1, ge=1)
-    """full: consecutive blocks that are recomputed together, from the input of the first."""
+    """Whether recomputed blocks, modules and stages save attention's output and LSE (a number per
+    head and position), so that attention itself is not recomputed; worth its memory for long
+    sequences (DistFlashAttn, Li et al., 2310.03294)."""
+    num_blocks: Annotated[int | list[int] | None, NOT_BY_STAGE, BY_BLOCK] = None
+    """Number of blocks, counted from a stage's first, to which `policy` and `offload` apply; other
+    blocks save all activations. Default: all. A list has one number for each virtual stage."""
+    blocks_per_recompute: Annotated[int, needs("activations.policy", "full")] = Field(1, ge=1)
+    """With policy=full: number of consecutive blocks that are recomputed together, from the input
+    of the first one."""
     offload: Annotated[list[StoredModule], NOT_BY_STAGE] = Field([])
-    """Modules whose activations wait in host memory for the backward, whether they are all kept or
-    recomputed from an input. norm includes the input of a block, all that one keeps under full.
-    Stages that are recomputed as a whole, as some schedules have them, keep what they keep."""
+    """Modules whose saved activations are moved to host memory until the backward; of a recomputed
+    module only the inputs are saved. norm includes the input of a block; under policy=full a block
+    saves nothing else. Stages that a schedule recomputes as a whole are not offloaded."""
 
     @property
     def policies(self) -> set[ActivationPolicy]:
-        """The policies that stages have."""
+        """Set of the policies of all stages."""
         return {self.policy} if isinstance(self.policy, str) else {*self.policy}

@@ -1,4 +1,4 @@
-"""The section `checkpoint` of the configuration: when a run saves, and what it begins from."""
+"""The section `checkpoint` of the configuration: when a run saves, and from what it starts."""
 
 from __future__ import annotations
 
@@ -13,56 +13,55 @@ LOAD = needs("checkpoint.load")
 
 
 class CheckpointConfig(Section):
-    """When to save and how much to keep."""
+    """When a run saves its state, how much it keeps, and from what it starts."""
 
     ON_RESUME = OnResume.HARMLESS
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints, besides those by time; 0: none by steps. The last step is always
-    saved."""
+    """Steps between checkpoints; 0: only `every_minutes` counts. The last step is always saved."""
     every_minutes: float = Field(15.0, ge=0)
-    """Minutes from one checkpoint to the next, at most, by the clock of rank 0; 0: none by time."""
+    """Maximum number of minutes between checkpoints, by rank 0's clock; 0: only `every` counts."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints to keep: of those that are intact, and that a step with finite numbers has
-    followed. One that is just saved is kept besides, until then, and so are those of weights alone,
-    which a run never saves itself."""
+    """Number of checkpoints to keep: the newest intact ones that were followed by a step with a
+    finite loss. Newer checkpoints are kept until such a step follows. Checkpoints of weights only,
+    which a run never saves itself, are always kept."""
     keep_every: int = Field(0, ge=0)
-    """Keep checkpoints of steps that are multiples of this for good; 0: none."""
+    """Checkpoints of steps that are multiples of this number are kept for good; 0: none."""
     grace_s: float | None = Field(None, gt=0)
-    """Seconds from a signal that asks for the end until whoever sent it kills the processes, as a
-    scheduler does. A save that would not be over by then, if it took as long as the last one, is
-    not begun, and the next start goes on from the checkpoint before. null: one always begins."""
-    background: bool = False
-    """Save while training goes on: it waits until the state is copied to host memory, and threads
-    write the copy. The plan says how much memory that takes. A save that falls due meanwhile waits
-    for the one before; that of the last step is waited for. A kill loses the save under way."""
-    folder: Annotated[str | None, ExpectedText("a URL such as s3://bucket/path, or null")] = None
-    """URL of a folder on object storage, `s3://bucket/path`, `gs://...` or whatever fsspec opens,
-    in which the run's checkpoints are, in a folder with the run's name; default: `checkpoints/` in
-    the run folder, which has all else in any case. No two run folders may have one name there.
-    Credentials come from the environment, or from fsspec's configuration."""
-    memory_every: int = Field(0, ge=0)
-    """Steps between copies of the state in the memory of the nodes, from which a launcher with
-    `--restarts` starts the run again when a fault has ended it; 0: none. Processes that die leave
-    them, and of several nodes each also has the copies of the one before it. They are removed when
-    the launcher ends. Two are kept: the plan says how much memory that takes."""
+    """Seconds from the signal that asks a job to end until the scheduler kills its processes. A
+    save that would not finish in time, judged by the duration of the previous save, is not started;
+    the next start then resumes from the previous checkpoint. null: a save always starts."""
+    async_save: bool = False
+    """Save while training goes on: training waits only until the state is copied to host memory,
+    and threads write the copy (the plan shows its size). If the next save is due before that,
+    training waits; the end of the run waits for the final save. A kill loses an incomplete save."""
+    url: Annotated[str | None, ExpectedText("a URL such as s3://bucket/path, or null")] = None
+    """URL of a folder on object storage for the run's checkpoints: `s3://bucket/path`, `gs://...`
+    or any other that fsspec opens. The checkpoints get a folder in it with the run's name, which no
+    other run may use. Default: `checkpoints/` in the run folder, which has everything else in any
+    case. Credentials come from the environment, or from fsspec's configuration."""
+    in_memory_every: int = Field(0, ge=0)
+    """Steps between in-memory checkpoints; 0: none. They are in the memory of the nodes and outlive
+    the processes: a launcher with `--max-restarts` restarts the run from them after a fault, and
+    removes them when the launcher ends. With several nodes, each node also keeps those of the
+    previous node. The newest two are kept: the plan shows how much memory that takes."""
     export_every: int = Field(0, ge=0)
-    """Steps between exports of the weights, in bf16 and in Hugging Face's form, to `exports/` in
-    the run folder, where all are kept; 0: none. Each is made of a checkpoint, which is saved for
-    it; rank 0 writes it while the others wait, which may take no longer than
+    """Steps between exports of the weights to `exports/` in the run folder, as Hugging Face folders
+    in bf16; 0: none. All exports are kept. An export is made from a checkpoint, which is saved for
+    this purpose; rank 0 writes the export while the other ranks wait, which may take at most
     `parallel.timeout_s`."""
     load: UserPath | None = None
-    """Start from this if the run has no checkpoint itself, or weights alone, in any layout: a
-    checkpoint folder, a run folder (its newest intact checkpoint), a folder of Hugging Face's, the
-    URL of a checkpoint or of a run's on object storage, or `latest`: the run in `run.folder`, or in
-    `folder` if that is given, that has saved last. The model has to be the same; `megapipe convert
-    inspect FOLDER --config` prints its section."""
+    """Start point of a run that has no checkpoint of its own, in any layout: a checkpoint folder, a
+    run folder (its newest intact checkpoint), a Hugging Face folder, the URL of a checkpoint or run
+    on object storage, or `latest`: the run in `run.folder` (or in `url`, if that is set) that saved
+    most recently. The model must be the same; `megapipe convert inspect FOLDER --config` prints the
+    section `model` of a folder."""
     load_only: Annotated[Literal["all", "weights"], LOAD] = "all"
-    """Take this from `load`. all: weights, optimizer, step and samples; weights: the run begins
-    at step 0 and sample 0 with a new optimizer, as it always does from a folder of Hugging Face's
-    or another checkpoint that has nothing but weights."""
+    """State to take from `load`. all: weights, optimizer state, step and consumed samples; weights:
+    only weights, and the run begins at step 0 and sample 0 with a new optimizer. From a Hugging
+    Face folder or another checkpoint of weights only, just the weights are taken in any case."""
     upcycle: Annotated[bool, EXPERTS, LOAD] = False
-    """With `load`, which names a dense model: each expert of the run begins as a copy of the MLP of
-    its layer, and routers afresh. Weights alone are taken. `model.moe.ffn` is the width of the MLP;
-    where the weights of a token's choices sum to 1 the run begins with the loss of the dense model
-    (Komatsuzaki et al., 2212.05055)."""
+    """Whether `load` names a dense model: each expert begins with the MLP of its layer, and each
+    router with random weights. Only weights are taken. `model.moe.expert_ffn_hidden` must be the
+    width of the MLP. If the weights of a token's choices sum to 1, the run begins with the loss of
+    the dense model (Komatsuzaki et al., 2212.05055)."""

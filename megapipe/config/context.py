@@ -1,4 +1,4 @@
-"""The section `context` of the configuration: how sequences are split over parallel.cp."""
+"""The section `context` of the configuration: how sequences are split over `parallel.cp`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pydantic import Field
 from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
 from megapipe.util.user_code import names_or_code
 
-PLANS = ("ring", "double_ring", "helpers", "teams", "all_gather")
+ALGORITHMS = ("ring", "double_ring", "helpers", "teams", "all_gather")
 TURNED = ("ring", "double_ring")
-"""Plans in whose backward either keys or queries go around (`travels`)."""
+"""Algorithms of ``context.algorithm`` with which ``context.backward_circulates`` has an effect:
+keys or queries circulate around the ring in the backward."""
 
 
 RING = Needs(
@@ -19,8 +20,8 @@ RING = Needs(
     lambda config: config.parallel.cp != config.context.ulysses,
 )
 RING_THAT_TURNS = Needs(
-    f"a ring of ranks and context.plan={' or '.join(TURNED)}",
-    lambda config: RING.is_met(config) and config.context.plan in TURNED,
+    f"a ring of ranks and context.algorithm={' or '.join(TURNED)}",
+    lambda config: RING.is_met(config) and config.context.algorithm in TURNED,
 )
 BOTH = Needs(
     "both a ring of ranks and context.ulysses above 1",
@@ -29,33 +30,38 @@ BOTH = Needs(
 
 
 class ContextConfig(Section):
-    """How sequences are split over `parallel.cp` ranks, and how these attend to each other's
-    positions (docs/context.md). No key changes a result."""
+    """How sequences are split over `parallel.cp` ranks, and how a rank attends to positions of
+    other ranks (docs/context.md). No key changes a result."""
 
     ON_RESUME = OnResume.HARMLESS
 
     ulysses: int = Field(1, ge=1)
-    """Ranks over which heads are split while attending, positions being gathered in exchange; the
-    cp / ulysses others form a ring. parallel.cp: DeepSpeed-Ulysses; 1: a ring alone."""
-    plan: Annotated[
+    """Ulysses degree (DeepSpeed-Ulysses): number of ranks over which heads are split during
+    attention, while positions are gathered. The other factor of cp, cp / ulysses, is the number of
+    ranks of a ring. parallel.cp: only Ulysses; 1: only a ring."""
+    algorithm: Annotated[
         str,
-        ExpectedText(f"one of {', '.join(PLANS)}, or a function of your own as module:name"),
+        ExpectedText(f"one of {', '.join(ALGORITHMS)}, or a function of your own as module:name"),
         RING,
-    ] = Field("ring", pattern=names_or_code(PLANS))
-    """Of the ring. ring: keys go around. double_ring: around rings of `inner` neighbours, and from
-    ring to ring beside that. helpers: ranks that would have nothing to do compute for others
-    (order=contiguous). teams: `team` ranks share their queries, columns of them their keys.
-    all_gather: all keys at once. Or a function of your own as `module:name`, which gives a plan for
-    a number of ranks (docs/context.md)."""
-    order: Annotated[Literal["zigzag", "striped", "contiguous"], RING] = "zigzag"
-    """Which positions a member of the ring holds. zigzag: a part from the beginning and the same
-    from the end, so that all have the same work. striped: every n-th. contiguous: a piece, of which
-    the last is the most work."""
-    inner: Annotated[int | None, needs("context.plan", "double_ring")] = Field(None, ge=2)
-    """Neighbours in an inner ring of plan=double_ring."""
-    team: Annotated[int | None, needs("context.plan", "teams")] = Field(None, ge=2)
-    """Ranks in a row of plan=teams; its square divides the ring."""
-    travels: Annotated[Literal["auto", "keys", "queries"], RING_THAT_TURNS] = "auto"
-    """Bundles that go around a ring in the backward; auto: those that are fewer bytes."""
-    ranks: Annotated[Literal["heads_first", "context_first"], BOTH] = "heads_first"
-    """Which are neighbours: ranks that split heads, or those of a ring."""
+    ] = Field("ring", pattern=names_or_code(ALGORITHMS))
+    """Algorithm of the ring. ring: keys and values circulate. double_ring: they circulate in rings
+    of `inner_ring_size` consecutive ranks, and at the same time from ring to ring. helpers: idle
+    ranks compute for others (position_split=contiguous). teams: in a grid of ranks, rows of
+    `team_size` ranks share queries and columns share keys. all_gather: each rank gathers all keys
+    and values at once. Or your own function as `module:name`, which returns a ring plan for a
+    number of ranks (docs/context.md)."""
+    position_split: Annotated[Literal["zigzag", "striped", "contiguous"], RING] = "zigzag"
+    """Which positions of a sequence a rank of the ring holds. zigzag: a range from the beginning
+    and an equally long one from the end, so that all ranks have the same work. striped: every n-th
+    position of n ranks. contiguous: one range; the last rank has most work."""
+    inner_ring_size: Annotated[int | None, needs("context.algorithm", "double_ring")] = Field(
+        None, ge=2
+    )
+    """With algorithm=double_ring: number of consecutive ranks in an inner ring."""
+    team_size: Annotated[int | None, needs("context.algorithm", "teams")] = Field(None, ge=2)
+    """With algorithm=teams: number of ranks in a team; its square divides the ring's ranks."""
+    backward_circulates: Annotated[Literal["auto", "keys", "queries"], RING_THAT_TURNS] = "auto"
+    """Tensors that circulate around a ring in the backward, together with their gradients; auto:
+    whichever has fewer bytes."""
+    rank_order: Annotated[Literal["heads_first", "context_first"], BOTH] = "heads_first"
+    """Which ranks are consecutive: those that split heads (heads_first), or those of a ring."""

@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field
 from megapipe.config.section import ExpectedText, Needs, OnResume, Section, UserPath, needs
 
 ONLY = ""
-"""The name of a single source, ``data.source``, which the user gives none."""
+"""Name of the single source ``data.source`` in code: the user gives it no name."""
 
 
 def source_key(name: str) -> str:
-    """Return the key of a source that is trained on, by its name."""
+    """Return the dotted key of a training source, given its name."""
     return "data.source" if name == ONLY else f"data.mixture.{name}.source"
 
 
@@ -29,139 +29,138 @@ def _rising(pairs: list[list[float]]) -> list[list[float]]:
 
 _Pair = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=2, max_length=2)]
 Weight = Annotated[float, Field(gt=0)] | Annotated[list[_Pair], AfterValidator(_rising)]
-"""A constant, or pairs of a step, the first 0, and the weight from it on."""
+"""Constant weight, or pairs of a step (the first is 0) and the weight from that step on."""
 
 
 class MixtureSource(Section):
-    """A source of a mixture."""
+    """One source of a mixture, with its weight and limits."""
 
     source: str
-    """As `data.source`."""
+    """The source, in the forms of `data.source`."""
     weight: Annotated[
         Weight | None,
         ExpectedText(
             "a number > 0, or pairs of a step and the weight from it on: [[0, 3], [800, 1]]"
         ),
     ] = None
-    """Its share of the samples, in proportion to the others'; or pairs of a step and the weight
-    from that step on, [[0, 3], [800, 1]]. Default, for all or none: its tokens, each counted as
-    often as `epochs` says, or those that `tokens` leaves."""
+    """Share of the samples, in proportion to the weights of other sources; or pairs of a step and
+    the weight from that step on, [[0, 3], [800, 1]]. Set it for all sources or for none. Default:
+    the source's number of tokens, times `epochs`, but at most `tokens`."""
     tokens: int | None = Field(None, ge=1)
-    """Most tokens that are taken from it; then the others go on in proportion."""
+    """Maximum number of tokens to take from this source; after that, the other sources continue in
+    proportion to their weights."""
     epochs: float | None = Field(None, gt=0)
-    """Most times that all of it is taken; then the others go on in proportion."""
+    """Maximum number of passes over this source; after that, the other sources continue in
+    proportion to their weights."""
     subset: str | None = None
-    """As `data.subset`."""
+    """Configuration name of a Hugging Face data set, like `data.subset`."""
     dataset_split: str | None = None
-    """As `data.dataset_split`."""
+    """Split of a Hugging Face data set, like `data.dataset_split`."""
     text_field: str | None = None
-    """As `data.text_field`, which is its default."""
+    """Field that holds the text; default: `data.text_field`."""
 
 
-EXAMPLES = needs("data.samples", "supervised")
+EXAMPLES = needs("data.sample_format", "supervised")
 FILLS = needs("data.fim_rate", above=0)
 MASKED = Needs("data.document_mask=true", lambda config: config.data.masks_documents)
 
 
 class DataConfig(Section):
-    """The corpus and its tokenizer."""
+    """The corpus of a run and its tokenizer."""
 
     source: Annotated[str, OnResume.CORPUS] = "stdlib"
-    """`stdlib` (source text of the running Python's standard library, nothing to fetch), a file
-    (.txt, .jsonl, .json, .parquet; anything else is read as text; all but parquet may be packed:
-    .gz, .xz, .zst), a folder of such files, a pattern such as `texts/**/*.jsonl.zst`, a folder
-    saved by `datasets`, the name of a data set on the Hugging Face hub, a token file of
-    Megatron-LM's (PREFIX of PREFIX.bin and PREFIX.idx, whose last documents are held out), any of
-    these but the hub's by a URL that fsspec opens (`s3://bucket/texts`: copied into `cache`; what
-    follows a `?` is left out of all that is written), or a function of your own as `module:name`
-    that returns a data set of token ids (docs/extending.md)."""
+    """Corpus: `stdlib` (source text of the running Python's standard library, nothing to fetch), a
+    file, a folder of files, a pattern such as `texts/**/*.jsonl.zst`, a folder saved by `datasets`,
+    the name of a data set on the Hugging Face hub, or a Megatron-LM token file (PREFIX of
+    PREFIX.bin and PREFIX.idx; its last documents are held out). Or your own function as
+    `module:name` that returns a data set of token ids (docs/extending.md). Files are .jsonl, .json,
+    .parquet or text; all except parquet may be compressed (.gz, .xz, .zst). A path may be a URL
+    that fsspec opens (`s3://bucket/texts`): it is copied into `cache`, and its part after a `?` is
+    never written to logs or files."""
     mixture: Annotated[
         dict[str, MixtureSource],
         ExpectedText("sources by names of your own, as in data.mixture.web.source=texts"),
     ] = Field(default_factory=dict)
-    """Sources that are mixed, in the place of `source`: data.mixture.NAME.source, and of each
+    """Sources of a mixture, instead of `source`: data.mixture.NAME.source, and for each source
     `weight`, `tokens`, `epochs`, `subset`, `dataset_split`, `text_field` (docs/data.md). The source
-    of a sample is a function of its number alone. Each step's loss and tokens are logged for each
-    source, and what each holds out is validated by itself."""
+    of a sample depends only on the sample's number. Each step's loss and tokens are logged per
+    source, and the held-out part of each source is validated separately."""
     temperature: Annotated[float, needs("data.mixture")] = Field(1.0, gt=0)
-    """Weights of a mixture are raised to the power of 1 / temperature: above 1, small sources
-    are taken more often."""
+    """Temperature of a mixture's weights, which get the exponent 1 / temperature: above 1, small
+    sources are taken more often."""
     subset: Annotated[str | None, OnResume.CORPUS] = None
-    """Configuration name of a hub data set, or of a folder that is read as one; files have none. A
-    `source` on the command line comes without this and `dataset_split` of a configuration file."""
+    """Configuration name of a data set on the hub, or of a folder that is read like one. A `source`
+    on the command line discards `subset` and `dataset_split` of a configuration file."""
     dataset_split: Annotated[str | None, OnResume.CORPUS] = None
-    """Split of a data set on the hub or saved by `datasets`; default: train. Where it is given, any
-    folder is read as `datasets` reads one of the hub, with its splits; a file has none."""
+    """Split of a data set on the hub or saved by `datasets`; default: train. If it is set, any
+    folder is read like a hub data set, with its splits. A file has none."""
     text_field: Annotated[str, OnResume.CORPUS] = "text"
     """Field that holds the text in JSONL, parquet and hub data sets."""
     tokenizer: Annotated[str, OnResume.CORPUS] = "byte"
     """`byte` (256 bytes and an end-of-document mark), a local folder or tokenizer.json, the name of
-    a tokenizer on the Hugging Face hub, or `tiktoken:NAME` where that package is installed."""
+    a tokenizer on the Hugging Face hub, or `tiktoken:NAME` if that package is installed."""
     validation_fraction: Annotated[float, OnResume.CORPUS] = Field(0.02, ge=0, lt=1)
-    """Share of the documents held out for validation; 0: none. Not for `split` and `validation`."""
+    """Fraction of the documents held out for validation; 0: none. It cannot be combined with
+    `split` or `validation`."""
     split: Annotated[
         str | None, ExpectedText('weights such as "969,30,1", or null'), OnResume.CORPUS
     ] = Field(None, pattern=r"^\s*[0-9.]+(\s*,\s*[0-9.]+){0,2}\s*$")
-    """Of token files: weights of what is trained on, validated on and tested on, as in "969,30,1":
-    their sequences in this order, rounded as Megatron-LM does; a weight above 0 has to get one or
-    more. In the place of `validation_fraction`."""
+    """Weights of training, validation and test in a token file, as in "969,30,1": they divide its
+    sequences in this order, rounded as in Megatron-LM; a weight above 0 must get at least one
+    sequence. It replaces `validation_fraction`."""
     validation: Annotated[
         dict[str, str],
         ExpectedText("sources by names of your own, as in data.validation.wiki=texts"),
         OnResume.CORPUS,
     ] = Field(default_factory=dict)
-    """Sources that are validated on, each by itself and whole: data.validation.NAME=SOURCE. Nothing
-    of `source` or `mixture` is held out then."""
+    """Validation sources: data.validation.NAME=SOURCE. The loss is computed on each whole source
+    separately. With this key, no part of `source` or `mixture` is held out."""
     test: Annotated[
         dict[str, str],
         ExpectedText("sources by names of your own, as in data.test.wiki=texts"),
         OnResume.HARMLESS,
     ] = Field(default_factory=dict)
-    """Sources whose loss is computed once, when the run has ended: data.test.NAME=SOURCE."""
+    """Test sources, whose loss is computed once, when the run has ended: data.test.NAME=SOURCE."""
     cache: Annotated[UserPath, OnResume.HARMLESS] = "cache"
     """Folder for tokenized corpora."""
-    workers: Annotated[int | None, OnResume.HARMLESS] = Field(None, ge=1)
-    """Processes that tokenize; default: as many as there are cores. The result does not depend on
-    them."""
+    tokenizer_workers: Annotated[int | None, OnResume.HARMLESS] = Field(None, ge=1)
+    """Number of processes that tokenize; default: one per core. The result does not depend on
+    it."""
     prefetch: Annotated[bool | None, OnResume.HARMLESS] = None
-    """Read samples in a thread of its own, a step ahead of their use. Default: true, but for a data
-    set of your own, whose code may count on one thread, false."""
-    samples: Annotated[Literal["stateless", "packed", "megatron", "supervised"], OnResume.ORDER] = (
-        "stateless"
-    )
-    """How a token file becomes samples. stateless: windows of `train.sequence_length` tokens, in an
-    order that is a function of `run.seed` and the number of the sample; nothing is stored.
-    packed: whole documents, as many as fit best (Ding et al., 2404.10830), each by itself:
-    attention and positions as under `document_mask` and `reset_positions`, no label in another
-    document, and what is left of a sample is padding, which is no label either. A document longer
-    than a sample is cut into pieces that know nothing of each other. Which document is where is
-    kept in `cache`.
-    megatron: Megatron-LM's document, sample and shuffle index, and its order of a mixture, for as
-    many samples as `train.steps` take: the same samples in the same order for the same seed. The
-    indices are kept in `cache`.
-    supervised: examples, packed as documents are. Rows of texts have `messages_field`, a
-    conversation, or else `prompt_field` and `completion_field`; the completion with its end mark,
-    or what the assistant says, counts in the loss, and nothing else does. An example longer than a
-    sample is left out."""
+    """Read samples in a separate thread, one step before their use. Default: true, but false for a
+    user-defined data set, whose code may rely on one thread."""
+    sample_format: Annotated[
+        Literal["stateless", "packed", "megatron", "supervised"], OnResume.ORDER
+    ] = "stateless"
+    """How a token file becomes samples. stateless: ranges of `train.sequence_length` tokens, in an
+    order that depends only on `run.seed` and the number of the sample; nothing is stored. packed:
+    whole documents, as many as fit best (Ding et al., 2404.10830). They are independent: attention
+    and positions are as under `document_mask` and `reset_position_ids`, and no label is in another
+    document. The rest of a sample is padding without labels. A document longer than a sample is cut
+    into independent parts. Which document is in which sample is stored in `cache`. megatron: the
+    samples of Megatron-LM in its order, also of a mixture, for the same seed and `train.steps`. Its
+    document, sample and shuffle indices are stored in `cache`. supervised: examples, packed like
+    documents. A record has `messages_field`, a conversation, or else `prompt_field` and
+    `completion_field`. In the loss only the completion with its end mark counts, or the assistant's
+    text. An example longer than a sample is dropped."""
     prompt_field: Annotated[str, OnResume.CORPUS, EXAMPLES] = "prompt"
-    """Of `samples=supervised`: field of the text that is given."""
+    """With sample_format=supervised: field with the prompt, on which the loss is not computed."""
     completion_field: Annotated[str, OnResume.CORPUS, EXAMPLES] = "completion"
-    """Field of the text that is to be written."""
+    """With sample_format=supervised: field with the completion that the model should write."""
     messages_field: Annotated[str, OnResume.CORPUS, EXAMPLES] = "messages"
-    """Field of a conversation, a list of [{role: user, content: ...}, {role: assistant, ...}]. It
-    is written by the tokenizer's chat template."""
+    """With sample_format=supervised: field with a conversation, a list of [{role: user, content:
+    ...}, {role: assistant, ...}]. The tokenizer's chat template turns it into text."""
     chat_template: Annotated[str | None, OnResume.CORPUS, EXAMPLES] = None
-    """File of a chat template in Jinja, as transformers renders it; default: the tokenizer's."""
-    train_on: Annotated[Literal["all", "last"], OnResume.CORPUS, EXAMPLES] = "all"
-    """Turns of the assistant that count in the loss of a conversation: all, or the last one."""
+    """File of a chat template in Jinja, as for transformers; default: the tokenizer's."""
+    loss_turns: Annotated[Literal["all", "last"], OnResume.CORPUS, EXAMPLES] = "all"
+    """Turns of the assistant that count in a conversation's loss: all, or the last one."""
     fim_rate: Annotated[float, OnResume.ORDER] = Field(0.0, ge=0, le=1)
-    """Share of the documents that are rearranged to prefix, suffix and middle, so that a model
-    learns to fill in the middle (Bavarian et al., 2207.14255): of what a sample has of a document,
-    cut at two of its tokens at random. It follows from `run.seed` and the number of the sample. For
-    samples stateless and packed, of texts and token files that are trained on; what is held out
-    stays as it is."""
+    """Fraction of the documents that are rearranged to prefix, suffix and middle, so that a model
+    learns to fill in the middle (Bavarian et al., 2207.14255). The part of a document in a sample
+    is cut at two random tokens, which depend on `run.seed` and the number of the sample. For sample
+    formats stateless and packed; held-out documents are unchanged."""
     fim_spm_rate: Annotated[float, OnResume.ORDER, FILLS] = Field(0.5, ge=0, le=1)
-    """Share of those that are in the order suffix, prefix, middle."""
+    """Fraction of the rearranged documents whose order is suffix, prefix, middle."""
     fim_tokens: Annotated[
         list[str] | None,
         ExpectedText("three names: [<fim_prefix>, <fim_suffix>, <fim_middle>]"),
@@ -169,28 +168,28 @@ class DataConfig(Section):
         OnResume.ORDER,
         FILLS,
     ] = None
-    """Names of the tokens that come before prefix, suffix and middle: [<fim_prefix>, <fim_suffix>,
-    <fim_middle>]. The tokenizer has to have them."""
-    mask_document_ends: Annotated[bool, OnResume.REFUSED] = False
-    """Leave the prediction of end-of-document marks out of the loss."""
+    """Tokens, by name, that come before prefix, suffix and middle: [<fim_prefix>, <fim_suffix>,
+    <fim_middle>]. The tokenizer must have them."""
+    eod_mask_loss: Annotated[bool, OnResume.REFUSED] = False
+    """Whether labels that are the end-of-document mark (EOS token) are left out of the loss."""
     document_mask: Annotated[bool, OnResume.REFUSED] = False
-    """Tokens attend to earlier tokens of their own document only, not to those of the documents
-    before it in the same sample."""
-    reset_positions: Annotated[bool, OnResume.REFUSED, MASKED] = False
-    """Positions begin at 0 in each document, with `document_mask`; otherwise they count on through
-    the sample. It matters to learned positions alone: attention with rotary positions or ALiBi goes
-    by distances."""
+    """Whether a token attends only to its own document, not to earlier ones of the same sample."""
+    reset_position_ids: Annotated[bool, OnResume.REFUSED, MASKED] = False
+    """Restart positions at 0 in each document, with `document_mask`; otherwise positions continue
+    through the sample. It matters only for learned positions: attention with rotary positions or
+    ALiBi depends on distances."""
 
     @property
     def sources(self) -> dict[str, DataConfig]:
-        """The sources that are trained on, by name, each with the keys that it is read with."""
+        """Training sources by name. Each value is the section `data` as it would be if the source
+        were the only one."""
         if not self.mixture:
             return {ONLY: self}
         return {name: self._of(source) for name, source in self.mixture.items()}
 
     @property
     def named(self) -> Iterator[tuple[str, str]]:
-        """Every source that there is, by its key, whether it is used or not."""
+        """Yield (key, source) for all configured sources, even if the run does not use them."""
         yield "data.source", self.source
         yield from ((f"data.mixture.{name}.source", s.source) for name, s in self.mixture.items())
         yield from ((f"data.validation.{name}", source) for name, source in self.validation.items())
@@ -204,15 +203,15 @@ class DataConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether a sample is made of documents that know nothing of each other."""
-        return self.samples in ("packed", "supervised")
+        """Whether a sample consists of documents that do not attend to each other."""
+        return self.sample_format in ("packed", "supervised")
 
     @property
     def masks_documents(self) -> bool:
-        """Whether attention ends where documents do."""
+        """Whether a token attends only to tokens of its document."""
         return self.document_mask or self.packs
 
     @property
     def resets_positions(self) -> bool:
-        """Whether positions begin anew where documents do."""
-        return self.reset_positions or self.packs
+        """Whether positions restart at the beginning of each document."""
+        return self.reset_position_ids or self.packs

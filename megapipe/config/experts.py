@@ -1,4 +1,4 @@
-"""The section `experts` of the configuration: how tokens get to the experts of other ranks."""
+"""The section `experts` of the configuration: dispatch of tokens to experts on other ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from megapipe.util.user_code import names_or_code
 
 Dispatch = Literal["all_to_all", "all_gather", "hierarchical", "fetch", "auto"]
 COPYING = ("shadow", "balance")
-"""Policies that make expert replicas."""
+"""Values of ``experts.rebalance`` under which ranks hold expert replicas."""
 SPLIT = Needs(
     "parallel.ep or parallel.etp above 1",
     lambda config: config.parallel.ep * config.parallel.etp > 1,
 )
 OF_MAPS = needs("parallel.ep", above=1)
-"""Need of keys that say which ranks have which experts."""
+"""Condition of the keys that determine which ranks hold which experts."""
 NODES = Needs(
     "experts.dispatch=hierarchical",
-    lambda config: config.experts.dispatch == "hierarchical" or config.experts.tells_nodes,
+    lambda config: config.experts.dispatch == "hierarchical" or config.experts.is_node_aware,
 )
 
 
 class ExpertsConfig(Section):
-    """How tokens get to their experts on other ranks and back (docs/moe.md), where these are split
-    by `parallel.ep` or `parallel.etp`. No key but `codec`, `topology` and, beside a topology of
-    three, `node` changes the mathematics; `policy` changes the order of some sums."""
+    """How tokens are dispatched to experts on other ranks and combined (docs/moe.md), if
+    `parallel.ep` or `parallel.etp` splits experts. Only `wire_dtype` and `link_bandwidths` change
+    the mathematics, and so does `ranks_per_node` if `link_bandwidths` has three values; `rebalance`
+    changes the order of some sums."""
 
     ON_RESUME = OnResume.HARMLESS
     NEEDS = (EXPERTS,)
@@ -40,90 +41,94 @@ class ExpertsConfig(Section):
         ),
         SPLIT,
     ] = "all_to_all"
-    """all_to_all: a row for each choice of a token goes to the rank of its expert. hierarchical:
-    the same in two hops, within the node and between nodes, whose messages are fewer and larger
-    (Tutel, Hwang et al., 2206.03382). all_gather: all tokens go to all ranks, and results come back
-    as rows; fewer bytes where a token has more choices than there are ranks. fetch: tokens stay,
-    and each rank gets the matrices of all experts and gives their gradients back; fewer bytes where
-    tokens are many and experts small (Janus, Liu et al., 2023). auto: all_to_all, all_gather or
-    fetch, whichever is fewest bytes where experts are chosen evenly. Or a class of your own as
-    `module:name`, derived from `Dispatcher` (docs/extending.md)."""
-    node: Annotated[int | None, SPLIT, NODES] = Field(None, ge=2)
-    """Ranks of a node, for dispatch=hierarchical; default: as many as the launcher has started on
-    one, in a plan without a launcher `parallel.per_node`. For a `topology` of three it is given,
-    and CHANGES RESULTS."""
-    chunks: Annotated[
+    """How tokens reach experts. all_to_all: a row for each choice of a token is sent to the
+    expert's rank. hierarchical: two all-to-alls in a row, the first within the node and the second
+    between nodes, with fewer and larger messages (Tutel, Hwang et al., 2206.03382). all_gather: all
+    tokens are sent to all ranks, and outputs return as rows; fewer bytes if a token has more
+    choices than there are ranks. fetch: tokens stay, and each rank gets the weights of all experts
+    and returns their gradients; fewer bytes if tokens are many and experts small (Janus, Liu et
+    al., 2023). auto: all_to_all, all_gather or fetch, whichever sends fewest bytes if tokens choose
+    experts evenly. Or your own class as `module:name`, derived from `Dispatcher`
+    (docs/extending.md)."""
+    ranks_per_node: Annotated[int | None, SPLIT, NODES] = Field(None, ge=2)
+    """Number of ranks per node, for dispatch=hierarchical. Default: the number of ranks that the
+    launcher has started on a node; in a plan without a launcher, `parallel.ranks_per_node`. If
+    `link_bandwidths` has three values, this key must be set, and it CHANGES RESULTS."""
+    overlap_chunks: Annotated[
         Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
         ExpectedText("a whole number >= 1 and <= 8, or auto"),
         SPLIT,
     ] = 1
-    """Parts in which a rank computes its experts, each with the rows for some of them: those of the
-    next part travel meanwhile (with dispatch=fetch its matrices), and the results of the one before
-    (PipeMoE, FasterMoE). auto: as many as take the least time by simulation, at the speeds that
-    plans assume (`parallel.node_gb_s`, `network_gb_s`, `latency_us`, `log.device`,
-    `log.efficiency`)."""
-    pad: Annotated[bool, needs("model.moe.capacity")] = False
-    """With `model.moe.capacity`, whether experts have room for all rows that there can be, those of
-    their capacity for each sequence, and those that nobody takes are computed as zeros. Then sizes
-    are known without counting, and the host does not wait for its GPU in layers with experts, also
-    where these are not split."""
-    codec: Annotated[Literal["none", "bf16", "int8"], SPLIT, OnResume.LISTED] = "none"
-    """How rows of activations and of gradients look on their way (ScheMoE, Shi et al., 2024). It
-    CHANGES RESULTS: values arrive rounded, also those of experts on the same rank. bf16, of an fp32
-    model: to bfloat16, by 1/256 of a value at most. int8: to 127ths of the largest value of a row,
-    so by 1/254 of that at most; a row is a byte for each value, and 4 more."""
-    topology: Annotated[
+    """Number of expert chunks into which a rank's experts are divided, each with the rows for its
+    experts. Rows of the next chunk (with dispatch=fetch, weights) and outputs of the previous one
+    are sent while one is computed (PipeMoE, FasterMoE). auto: the number with the shortest
+    simulated time, at the speeds that plans assume (section `plan`)."""
+    pad_to_capacity: Annotated[bool, needs("model.moe.capacity_factor")] = False
+    """With `model.moe.capacity_factor`: pad the rows of every expert with zeros to its capacity for
+    each sequence, and compute all of them. Sizes are then known without counting, so the host does
+    not wait for its GPU in MoE layers, even if experts are not split over ranks."""
+    wire_dtype: Annotated[Literal["none", "bf16", "int8"], SPLIT, OnResume.LISTED] = "none"
+    """Wire type of rows of activations and gradients (ScheMoE, Shi et al., 2024). It CHANGES
+    RESULTS: values are rounded, even for experts on the same rank. bf16, for an fp32 model: rounded
+    to bfloat16, by at most 1/256 of a value. int8: rounded to 127ths of the largest value of a row,
+    so by at most 1/254 of the largest value; a row takes one byte per value, and 4 more."""
+    link_bandwidths: Annotated[
         list[Annotated[float, Field(gt=0)]] | None,
         ExpectedText("two or three numbers above 0, as in [4, 2, 1], or null"),
         SPLIT,
-        needs("model.moe.balance"),
+        needs("model.moe.aux_loss_coeff"),
         OnResume.LISTED,
     ] = Field(None, min_length=2, max_length=3)
-    """Bandwidths from a rank to itself, to the others and, if there are three, to those of other
-    nodes of `node` ranks each; only their ratios matter. The balance term then steers more tokens
-    to experts that are near (TA-MoE, Chen et al., 2302.09915), so it CHANGES RESULTS, and makes
-    them depend on which rank a sequence is on, by `parallel.ep` and `train.microbatch`. Default:
-    all experts count alike."""
-    policy: Annotated[Literal["none", "shadow", "balance", "migrate"], OF_MAPS] = "none"
-    """Which ranks have which experts, by the choices of the last step. With shadow and balance they
-    get expert replicas, of experts that others own, whose rows then travel less. shadow: all ranks
-    get those of the experts with most rows, as many as are worth their time, by the speeds that
-    plans assume (FasterMoE, He et al., 2022). balance: the ranks get them by which the largest
-    number of rows on a rank gets smallest (FlexMoE, Nie et al., 2304.03946). migrate: experts
-    change the ranks that own them, to those of a `pool` by which this number gets smallest, where
-    an expert that moves counts as the rows whose time it takes (SmartMoE, Zhai et al., 2023)."""
-    pool: Annotated[UserPath | None, OF_MAPS, needs("experts.policy", "migrate")] = None
-    """File with the owners that `policy` migrate chooses among, beside those that there are:
-    what ``experts.py plan -o`` makes of the log of an earlier run, for the same `parallel.ep`."""
-    slots: Annotated[int, OF_MAPS, needs("experts.policy", *COPYING)] = Field(0, ge=0)
-    """Copies that a rank has room for in each layer, for `policy` shadow or balance. Each is the
-    weights of an expert, which come after each update, and its gradients, which go home once a
-    step."""
-    replan: Annotated[int, OF_MAPS, needs("experts.policy", *COPYING, "migrate")] = Field(10, ge=1)
-    """Steps from one choice by the `policy` to the next. What was chosen long ago fits less well;
-    to choose takes time on the host, and experts that move that of links."""
+    """Bandwidths from a rank to itself, to other ranks and, if there is a third value, to ranks of
+    other nodes (of `ranks_per_node` ranks each); only the ratios matter. The auxiliary loss then
+    steers more tokens to near experts (TA-MoE, Chen et al., 2302.09915). It CHANGES RESULTS, which
+    then depend on a sequence's rank, so on `parallel.ep` and `train.microbatch`. Default: all
+    experts count alike."""
+    rebalance: Annotated[Literal["none", "shadow", "balance", "migrate"], OF_MAPS] = "none"
+    """Policy by which ranks get other experts, according to the choices of the previous step. With
+    shadow and balance, ranks get replicas of other ranks' experts, so fewer rows are sent. shadow:
+    all ranks get replicas of the experts with most rows, as many as save time at the speeds that
+    plans assume (FasterMoE, He et al., 2022). balance: replicas are placed so that the busiest rank
+    has fewest rows (FlexMoE, Nie et al., 2304.03946). migrate: experts change owners, according to
+    the map in `rebalance_pool` with which the busiest rank has fewest rows; here the time to move
+    an expert counts too, as the number of rows that take as long (SmartMoE, Zhai et al., 2023)."""
+    rebalance_pool: Annotated[UserPath | None, OF_MAPS, needs("experts.rebalance", "migrate")] = (
+        None
+    )
+    """File with the expert maps that `rebalance=migrate` chooses from, besides the current map.
+    ``experts.py rebalance -o`` writes it from the log of an earlier run with the same
+    `parallel.ep`."""
+    replica_slots: Annotated[int, OF_MAPS, needs("experts.rebalance", *COPYING)] = Field(0, ge=0)
+    """Number of expert replicas that fit on a rank in each layer, for `rebalance` shadow or
+    balance. A replica takes memory for an expert's weights, which are sent after each update, and
+    for its gradients, which return to the owner once a step."""
+    rebalance_every: Annotated[int, OF_MAPS, needs("experts.rebalance", *COPYING, "migrate")] = (
+        Field(10, ge=1)
+    )
+    """Steps between two changes by `rebalance`. An old map balances less well; a change takes time
+    on the host, and moving experts takes time on links."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a form, or a number of chunks, is to be chosen."""
-        return "auto" in (self.dispatch, self.chunks)
+        """Whether the dispatch or the number of expert chunks is still auto."""
+        return "auto" in (self.dispatch, self.overlap_chunks)
 
     @property
     def number_of_chunks(self) -> int:
-        """`chunks`; 1 where it is not resolved yet."""
-        return 1 if self.chunks == "auto" else self.chunks
+        """Number of expert chunks; 1 while `overlap_chunks` is auto."""
+        return 1 if self.overlap_chunks == "auto" else self.overlap_chunks
 
     @property
-    def tells_nodes(self) -> bool:
-        """Whether the balance term tells nodes from each other."""
-        return self.topology is not None and len(self.topology) == 3
+    def is_node_aware(self) -> bool:
+        """Whether the auxiliary loss depends on nodes (three `link_bandwidths`)."""
+        return self.link_bandwidths is not None and len(self.link_bandwidths) == 3
 
     @property
     def moves(self) -> bool:
-        """Whether the ranks that have an expert may change."""
-        return self.policy != "none"
+        """Whether the ranks that hold an expert may change."""
+        return self.rebalance != "none"
 
     @property
     def copies(self) -> bool:
-        """Whether ranks may have copies of experts that others own."""
-        return self.policy in COPYING
+        """Whether ranks may hold replicas of other ranks' experts."""
+        return self.rebalance in COPYING

@@ -1,4 +1,4 @@
-"""Tells another trainer's configuration from a mistake, and names the page that maps its keys."""
+"""Recognizes configurations and flags of other trainers, and names the page that maps them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from megapipe.config.megatron_flags import FLAGS
 
 
 class Trainer(NamedTuple):
-    """A program whose configuration files are not read here."""
+    """A program whose configuration files megapipe does not read."""
 
     name: str
     page: str
-    """Where its keys are mapped to those of megapipe."""
-    marks: frozenset[str]
-    """Sections, and keys with their section; one of them is enough."""
+    """Page that maps the trainer's keys to megapipe's."""
+    unique_keys: frozenset[str]
+    """Sections and dotted keys of the trainer; a single one in a file identifies the trainer."""
     shared: frozenset[str] = frozenset()
-    """Keys that could be a mistake as well; two of them are enough."""
+    """Keys of this trainer that could also be misspelled megapipe keys; two of them in a file
+    identify the trainer."""
 
     def has_written(self, keys: set[str]) -> bool:
-        """Whether a file with these dotted keys is its configuration."""
-        return bool(self.marks & keys) or len(self.shared & keys) > 1
+        """Whether a file with these dotted keys is a configuration of the trainer."""
+        return bool(self.unique_keys & keys) or len(self.shared & keys) > 1
 
 
 TORCHTITAN = Trainer(
@@ -33,7 +34,7 @@ TORCHTITAN = Trainer(
     frozenset({"job", "training", "parallelism", "lr_scheduler", "metrics", "comm"})
     | {"activation_checkpoint", "profiling", "float8", "model.flavor"},
 )
-"""torchtitan, whose files are TOML, as megapipe's never are."""
+"""The trainer torchtitan. Its files are TOML; megapipe's never are."""
 NANOTRON = Trainer(
     "nanotron",
     "docs/from_others.md",
@@ -56,9 +57,9 @@ DEEPSPEED = Trainer(
 
 
 def describe_file(text: str, suffix: str) -> str | None:
-    """Say whose configuration a file that cannot be read as ours is, and which page maps its keys.
+    """Describe a configuration file of another trainer, and name the page that maps its keys.
 
-    None where nothing is known of it. `suffix` is that of its name.
+    Returns None for an unknown file. `suffix`: ending of the file's name.
     """
     tables = _tables(text)
     if tables or suffix == ".toml":
@@ -73,8 +74,8 @@ def describe_file(text: str, suffix: str) -> str | None:
 
 
 def describe_flag(flag: str) -> str | None:
-    """Say whose flag an unknown one is, written without its dashes at the beginning; None where
-    nothing is known of it."""
+    """Name the program that has a flag which megapipe lacks, and the page that maps the program's
+    flags. `flag` has no leading dashes. Return None if no known program has it."""
     name = flag.replace("_", "-")
     if (key := FLAGS.get(name)) is not None:
         of_experts = name.startswith("moe-") or "expert" in name
@@ -84,7 +85,7 @@ def describe_flag(flag: str) -> str | None:
     if name in ("deepspeed", "deepspeed-config"):
         return f"a flag of {DEEPSPEED.name}: {DEEPSPEED.page} maps the keys of its configuration"
     section, dot, _ = flag.partition(".")
-    if dot and section in TORCHTITAN.marks:
+    if dot and section in TORCHTITAN.unique_keys:
         return f"a flag of {TORCHTITAN.name}: {TORCHTITAN.page} maps them"
     return None
 
@@ -101,19 +102,19 @@ def _tables(text: str) -> dict[str, Any]:
 
 
 def _mapping(text: str) -> Any:
-    """Read a JSON or YAML file, whatever it holds; tags of YAML are left out."""
+    """Read a text as JSON or YAML, ignoring tags; None if it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
     try:
-        return yaml.load(text, yaml.BaseLoader)  # makes nothing but text, lists and mappings
+        return yaml.load(text, yaml.BaseLoader)  # creates only text, lists and mappings
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         return None
 
 
 def _dotted(content: Any) -> set[str]:
-    """Collect the keys of two levels, by their dotted names."""
+    """Return the keys of the first two levels, as dotted names."""
     found = set()
     for key, value in content.items() if isinstance(content, dict) else ():
         found.add(f"{key}")

@@ -1,4 +1,4 @@
-"""Help on training: options, sections and keys with their types, defaults and meanings."""
+"""Help on ``megapipe train``: options, sections, and keys with types, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -12,35 +12,45 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from megapipe.config import presets
-from megapipe.config.keys import KEYS, MAPPINGS, SECTIONS, expected, unknown
+from megapipe.config.keys import (
+    KEYS,
+    MAPPINGS,
+    OPTION_KEYS,
+    OPTIONS_OF,
+    SECTIONS,
+    expected,
+    unknown,
+)
 from megapipe.config.section import documentation
 from megapipe.config.strict_yaml import text_of
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.words import clipped
+from megapipe.text import clipped
 
 ARGUMENTS = (
-    "[CONFIG] [section.key=value ...] [--dry-run [--imbalance X] | --time-slices] [--traceback] "
-    "[--help [SECTION | KEY | WORD | all]]"
+    "[CONFIG] [section.key=value ...] [--dry-run [--gpus N] [--device NAME] [--imbalance X] "
+    "[--json] | --time-slices] [--traceback] [--help [SECTION | KEY | WORD | all]]"
 )
 
 MOST_WHOLE, MOST_FOUND = 6, 18
-"""Most keys found by a word that are explained whole, and most that have at least a sentence."""
+"""Maximum numbers of keys that a search explains: in full, and altogether."""
 MOST_OF_SENTENCE = 240
-"""Characters."""
+"""Maximum number of characters of the sentence with which a search explains a key briefly."""
 
 
 def help_text(topic: str = "") -> str:
     """Explain keys with their types, defaults and meanings.
 
-    `topic` is a key, a section, "all", or words: then the keys that have them in their names, and
-    those that are explained by them. By default the options, the sections with a line each, and the
-    exit codes. Raises ConfigError where no key has the words.
+    `topic`: a key, a section, "all", or words to search for in names and explanations of keys.
+    Default: the options, the sections with a line each, and the exit codes. Raises ConfigError if
+    the search finds nothing.
     """
     if topic == "all":
         parts = ("\n".join(_section_lines(name)) for name in SECTIONS)
         return "\n\n".join(parts) + "\n"
     if topic in KEYS:
         return "\n".join(_key_lines(topic)) + "\n"
+    if topic in OPTION_KEYS:
+        return "\n".join(_option_lines(*topic.rsplit(".", 1))) + "\n"
     if topic in SECTIONS:
         return "\n".join(_section_lines(topic)) + "\n"
     return _overview() if not topic else _about(topic)
@@ -50,15 +60,17 @@ def _overview() -> str:
     lines = [*_wrapped(f"usage: {usage()}", ""), ""]
     lines += _wrapped(
         "CONFIG is a file in YAML, or the name of one that comes with megapipe: "
-        f"{', '.join(presets.names())}. Values come from the file, then from the command line; the "
-        "rest are defaults. They are YAML: numbers, true, false, null, text, [lists]. "
-        "section.key=unset takes away what the file says, section=unset all of a section, and "
-        "data.mixture.NAME=unset an entry.",
+        f"{', '.join(presets.names())}. Values come from the file, then from the command "
+        "line; the rest are defaults. They are YAML: numbers, true, false, null, text, "
+        "[lists]. section.key=unset removes the file's value, section=unset all values of a "
+        "section, and data.mixture.NAME=unset an entry.",
         "",
     )
     lines += _wrapped(
-        "--dry-run shows the plan of a run and starts none; with --imbalance X its memory is that "
-        "of a rank whose experts get X times the mean rows of a rank, in each layer.",
+        "--dry-run shows the plan of a run and does not start it. --gpus N and --device NAME plan "
+        "for N processes on another device; they are short for plan.gpus=N and plan.device=NAME. "
+        "With --imbalance X the plan shows the memory of a rank whose experts get X times a "
+        "rank's mean rows in each layer. --json prints the plan as one JSON object.",
         "",
     )
     lines += _wrapped("--traceback shows where in the code an error arose.", "")
@@ -82,8 +94,9 @@ def _overview() -> str:
 
 
 def _about(word: str) -> str:
-    """The keys that end with a word, then those that have it in their names, then those whose
-    meanings or values have it: the first ones whole, others with a sentence each."""
+    """Explain the keys that match `word`. Keys whose final part is the word come first, then other
+    keys with the word in their names, then keys with the word in their meanings or values. The
+    first keys are explained in full, the others in a sentence."""
     name = "_".join(word.lower().split())
     named = [key for key in KEYS if name in key]
     named.sort(key=lambda key: key.rpartition(".")[2] != name)
@@ -103,22 +116,23 @@ def _about(word: str) -> str:
 
 
 def _flat(key: str) -> str:
-    """Return all that is said of a key, on one line."""
+    """Return the full explanation of a key on one line."""
     return " ".join(" ".join(_key_lines(key)).split())
 
 
 def _brief(key: str, word: re.Pattern[str]) -> list[str]:
-    """Return a key and the first sentence of its meaning that has the word, or else the first."""
+    """Return lines with a key's name, default and one sentence of its meaning: the first sentence
+    that contains `word`, or else the first sentence."""
     section, _, name = key.rpartition(".")
     meaning = " ".join(documentation(SECTIONS[section])[name].split())
     sentences = re.split(r"(?<=\.)\s", meaning)
-    said = next((each for each in sentences if word.search(each)), sentences[0])
-    said = textwrap.shorten(said, MOST_OF_SENTENCE, placeholder=" ...")
-    return [*_wrapped(f"{key} = {_default(KEYS[key])}", "  "), *_wrapped(said, "      ")]
+    sentence = next((each for each in sentences if word.search(each)), sentences[0])
+    sentence = textwrap.shorten(sentence, MOST_OF_SENTENCE, placeholder=" ...")
+    return [*_wrapped(f"{key} = {_default(KEYS[key])}", "  "), *_wrapped(sentence, "      ")]
 
 
 def usage() -> str:
-    """How the program was called, and what it takes."""
+    """Return how the program was called, with the arguments that it takes."""
     called = sys.argv[0]
     name = called if called.startswith("megapipe ") else Path(called).name
     return f"{name if name.endswith(('train', 'train.py')) else 'megapipe train'} {ARGUMENTS}"
@@ -144,6 +158,22 @@ def _key_lines(key: str) -> list[str]:
         below = f"{key}.NAME.{each} = {_default(field_info)}    {expected(field_info)}"
         lines += _wrapped(below, "    ")
         lines += _wrapped(documentation(inner)[each], "        ") if inner is not None else []
+    return lines + (_option_lines(key) if key in OPTIONS_OF else [])
+
+
+def _option_lines(key: str, only: str | None = None) -> list[str]:
+    """Explain the options in the mapping `key`, grouped by the update rules or schedules that have
+    them. `only`: name of the one option to explain; None: all."""
+    lines = []
+    for section, owners in OPTIONS_OF[key].by_section().items():
+        if only is not None and only not in section.model_fields:
+            continue
+        lines += _wrapped(f"of {', '.join(owners)}:", "    ")
+        for name, info in section.model_fields.items():
+            if only not in (None, name):
+                continue
+            lines += _wrapped(f"{key}.{name} = {_default(info)}    {expected(info)}", "      ")
+            lines += _wrapped(documentation(section)[name], "          ")
     return lines
 
 
@@ -154,8 +184,8 @@ def _default(info: FieldInfo) -> str:
 
 
 def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
-    """Lines of at most 96 columns, or as many as the terminal has, or 80 without one; `further`
-    begins those after the first, by default as `indent` does."""
+    """Wrap text to the terminal's width, but at most 96 columns, or to 80 columns without a
+    terminal. `further`: text at the beginning of each line after the first; default: `indent`."""
     below = indent if further is None else further
     return textwrap.wrap(
         text,
@@ -167,6 +197,6 @@ def _wrapped(text: str, indent: str, further: str | None = None) -> list[str]:
 
 
 def _error_kinds() -> list[type[MegapipeError]]:
-    """The errors that have an exit code of their own, by code."""
+    """Return the error classes that define an exit code, sorted by exit code."""
     kinds = [kind for kind in MegapipeError.__subclasses__() if "exit_code" in vars(kind)]
     return sorted(kinds, key=lambda kind: kind.exit_code)

@@ -1,4 +1,4 @@
-"""The configurations that come with megapipe, found from any folder."""
+"""The configurations that come with megapipe; they are found from any folder."""
 
 import sysconfig
 from pathlib import Path
@@ -9,20 +9,20 @@ FOLDERS = (
     Path(__file__).resolve().parents[2] / "configs",
     Path(sysconfig.get_path("data")) / "share/megapipe/configs",
 )
-"""Where the configurations are: in a checkout, or beside an installed package."""
+"""Folders with the configurations: in a checkout, or next to an installed package."""
 
 
 def names() -> list[str]:
-    """Names that :func:`find` takes: those of the files without their ending."""
+    """Return the names of megapipe's configurations: file names without the extension."""
     return sorted({path.stem for folder in FOLDERS for path in folder.glob("*.yaml")})
 
 
 def find(given: str) -> Path:
-    """The configuration file that `given` means.
+    """Return the path of the configuration file that the user means by `given`.
 
-    A path to a file is that file. Where there is none, ``quickstart`` and
-    ``configs/quickstart.yaml`` are the configuration of that name which comes with megapipe;
-    anything else stays as it is.
+    If `given` is the path of a file, that file is meant. Otherwise ``quickstart`` and
+    ``configs/quickstart.yaml`` mean megapipe's configuration of that name. Any other text is
+    returned as a path.
     """
     path = Path(given)
     name = path.stem if path.parent == Path("configs") and path.suffix == ".yaml" else given

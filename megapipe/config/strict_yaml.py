@@ -1,9 +1,9 @@
-"""A small, strict subset of YAML: what a configuration needs, and no surprises.
+"""Parser of a small, strict subset of YAML, enough for configurations and without surprises.
 
 PyYAML follows YAML 1.1, where ``1e-4`` is text, ``off`` is false, ``010`` is 8 and ``1:30`` is 90.
-Here, as in the core schema of YAML 1.2: numbers are decimal, ``1e-4`` is a number, only ``true``
-and ``false`` are booleans, ``null``, ``~`` and nothing are null, and the rest is text. Repeated
-keys, tags, anchors, aliases, NaN and infinity are errors.
+This parser follows the core schema of YAML 1.2: numbers are decimal, ``1e-4`` is a number, only
+``true`` and ``false`` are booleans, ``null``, ``~`` and nothing are null, and the rest is text.
+Repeated keys, tags, anchors, aliases, NaN and infinity are errors.
 """
 
 import math
@@ -17,7 +17,7 @@ Scalar = str | int | float | bool | None
 Value = Scalar | list[Any]
 
 MOST_BYTES = 1 << 20
-"""Largest document that is read."""
+"""Maximum size of a document, in bytes."""
 _MOST_DEPTH = 8
 _MOST_DIGITS = 40
 
@@ -37,7 +37,7 @@ _RESOLVERS: tuple[tuple[str, str, str], ...] = (
 
 
 class YamlError(Exception):
-    """A mistake in a document, and its line (from 1; None if it has none)."""
+    """A mistake in a document, with its line (from 1; None if no line is known)."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)
@@ -46,7 +46,7 @@ class YamlError(Exception):
 
 @dataclass(frozen=True)
 class YamlEntry:
-    """One key of a document, by its dotted name, with its value and the line it stands in."""
+    """A key of a document: dotted name, value and line number."""
 
     key: str
     value: Value
@@ -54,7 +54,7 @@ class YamlEntry:
 
 
 def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
-    """The table that PyYAML looks up by the first character of a plain scalar."""
+    """Return PyYAML's table of the types of unquoted scalars, by the scalar's first character."""
     table: dict[Any, list[tuple[str, re.Pattern[str]]]] = {}
     for kind, pattern, starts in _RESOLVERS:
         rule = f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z")
@@ -89,7 +89,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        """Line breaks survive only between double quotes, as escapes."""
+        """Represent a text. Line breaks survive only between double quotes, as escapes."""
         style = None if text.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -102,9 +102,9 @@ _Dumper.add_representer(list, _Dumper.represent_inline)
 
 
 def parse_mapping(text: str) -> list[YamlEntry]:
-    """The keys of a document that is a mapping; nested keys get dotted names.
+    """Return the entries of a document that is a mapping; nested keys get dotted names.
 
-    An empty section has no entries. Raises :class:`YamlError`.
+    An empty section yields no entry. Raises :class:`YamlError`.
     """
     node = _compose(text)
     if node is None or _is_null(node):
@@ -115,8 +115,8 @@ def parse_mapping(text: str) -> list[YamlEntry]:
 
 
 def parse_value(key: str, text: str) -> list[YamlEntry]:
-    """`text` as the value of `key`: one entry, or one per nested key of a mapping."""
-    if text.startswith("%"):  # a directive of a document, which no value has
+    """Parse `text` as the value of `key`: one entry, or one entry per nested key of a mapping."""
+    if text.startswith("%"):  # a document's directive, never a value
         return [YamlEntry(key, text, 1)]
     node = _compose(text)
     if isinstance(node, yaml.MappingNode):
@@ -125,12 +125,12 @@ def parse_value(key: str, text: str) -> list[YamlEntry]:
 
 
 def dump(tree: dict[str, dict[str, Value]]) -> str:
-    """Sections of keys as a document that :func:`parse_mapping` reads back."""
+    """Write a tree of sections and keys as a document that :func:`parse_mapping` can read."""
     return _dump(tree)
 
 
 def text_of(value: Value) -> str:
-    """`value` on one line, as it is written in a document."""
+    """Return `value` on one line, as it would be written in a document."""
     return _dump(value).strip().removesuffix("...").strip()
 
 
@@ -155,8 +155,8 @@ def _compose(text: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"the character {chr(error.character)!a} is not allowed", line) from None
-    except (ValueError, OverflowError):  # of chr
-        raise YamlError("not valid YAML: an escape of a character that Unicode has not") from None
+    except (ValueError, OverflowError):  # raised by chr
+        raise YamlError("not valid YAML: an escape of a character that is not in Unicode") from None
 
 
 def _entries(mapping: yaml.MappingNode, prefix: str) -> list[YamlEntry]:
@@ -185,7 +185,7 @@ def _value(node: yaml.Node) -> Value:
     if isinstance(node, yaml.SequenceNode):
         return [_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        raise YamlError("a mapping is not allowed here", _line(node))
+        raise YamlError("a mapping is not allowed in this place", _line(node))
     text: str = node.value
     kind = node.tag.rpartition(":")[2]
     if kind == "null":

@@ -1,4 +1,4 @@
-"""One rule for keys that have a value and no effect: they are refused, with the reason."""
+"""Refuses keys that are set but have no effect, and says why."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, get_args
 from megapipe.config.section import Section, needs_of, sections_within
 from megapipe.config.strict_yaml import text_of
 from megapipe.errors import ConfigError
-from megapipe.words import together
+from megapipe.text import together
 
 AUTO = "auto"
 
 
 def check_effects(config: Any, *sections: str) -> None:
-    """Refuse keys that lack what they need, all that lack the same thing in one line.
+    """Refuse keys that are set although a condition that they need does not hold.
+
+    Keys that lack the same condition are refused in one line.
 
     Args:
-        config: the configuration as given, or an object with those of its sections that the keys
-            in question need.
-        sections: dotted names of those whose keys are looked at, without sections within them; all
-            of the configuration's by default.
+        config: the configuration as given, or an object with the sections that the keys need.
+        sections: dotted names of the sections to check, without sections within them; default: all.
 
     Raises:
-        ConfigError: keys have a value, other than an ``auto`` that leaves a choice to the program,
-            and no effect.
+        ConfigError: a key is set and has no effect. Keys set to ``auto`` are accepted if that value
+            leaves a choice to the program.
     """
     lacking: dict[str, list[str]] = {}
     for name in sections or [name for name, _ in sections_within(type(config))]:
@@ -51,25 +51,25 @@ def refuse_unused(
     section: Any,
     keys: Iterable[str],
     why: str,
-    instead: str = ", or that",
+    instead: str = ", or that setting",
     *,
     right: str | None = None,
 ) -> None:
-    """Refuse those of `keys` that have another value than their default, all of them in one line.
+    """Refuse those of `keys` whose values are not their defaults, all in one line.
 
-    Which keys are taken without an effect, and why, is in docs/decisions/layout.md.
+    docs/decisions/layout.md lists the keys that are accepted without an effect, and why.
 
     Args:
-        name: the section's, as users write it, such as "model"; "" for the whole configuration.
+        name: the section's name as users write it, for example "model"; "" for the whole
+            configuration.
         section: the section, or the whole configuration, or an object with some of its sections.
-        keys: those of the section that have no effect as it stands; dotted where they are in
-            sections within it.
-        why: what is missing for it, or stands against it: "without model.window".
-        instead: the end of the line, behind the defaults.
-        right: what is expected, in words; None: the defaults, and `instead`.
+        keys: keys of the section that have no effect; dotted if they are in sections within it.
+        why: the reason, a missing or a conflicting setting: "without model.sliding_window".
+        instead: end of the line, after the default values.
+        right: what is expected, in words; None: the default values followed by `instead`.
 
     Raises:
-        ConfigError: one of them has a value.
+        ConfigError: one of the keys does not have its default.
     """
     unused = given(section, keys)
     if unused:
@@ -80,7 +80,7 @@ def refuse_unused(
 
 
 def given(section: Any, keys: Iterable[str]) -> list[str]:
-    """List the `keys` that have another value than their default."""
+    """Return those of `keys` whose values in `section` are not their defaults."""
     return [key for key in keys if _value(section, key) != _default(section, key)]
 
 
@@ -89,7 +89,7 @@ def _shown(default: Any) -> str:
 
 
 def _with_values(before: str, section: Any, keys: Iterable[str]) -> Iterator[str]:
-    """Yield keys behind `before` with their values, those of a mapping one by one."""
+    """Yield ``key=value`` for each key, prefixed by `before`; entries of a mapping one by one."""
     for key in keys:
         value = _value(section, key)
         if isinstance(value, Mapping):

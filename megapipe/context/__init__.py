@@ -1,10 +1,11 @@
-"""Context parallelism as data: which positions ranks hold, and who attends to what when. No torch.
+"""Context parallelism as data, without torch: the positions of each rank, and ring plans of
+attention.
 
-:mod:`~megapipe.context.positions` says which rows hold which positions,
-:mod:`~megapipe.context.split` cuts sequences over ranks, :mod:`~megapipe.context.entries` finds
-what there is to compute between a block of queries and one of keys,
-:mod:`~megapipe.context.packs` which of it one call of a kernel computes, and
-:mod:`~megapipe.context.plan` what blocks travel so that all of it is computed once.
-:mod:`~megapipe.context.tensors` has the shapes and types of what travels.
+The module :mod:`~megapipe.context.positions` describes the positions that a tensor's rows hold, and
+:mod:`~megapipe.context.split` splits sequences over ranks. The scores to compute between a block of
+queries and a block of keys are listed by :mod:`~megapipe.context.score_rects` and grouped into
+kernel calls by :mod:`~megapipe.context.packs`. A ring plan (:mod:`~megapipe.context.plan`) says
+when ranks send queries or keys to each other, so that every score is computed once. The shapes and
+types of the tensors that are sent are in :mod:`~megapipe.context.tensors`. The module
 :mod:`megapipe.layers.ring_attention` executes a plan.
 """

@@ -1,8 +1,9 @@
-"""Blocks of attention that ends at documents.
+"""Rectangles of scores for attention that does not cross documents.
 
-Documents are intervals of positions. So of a rectangle of scores, all of whose keys come before its
-queries, at most one document has some of both: the last keys and the first queries. And of the
-positions that a rank holds, those of a document follow each other. No mask is needed.
+A document is an interval of positions, and its rows on a rank are contiguous. If all keys of a
+rectangle come before its queries, at most one document has both keys and queries in it: the
+document of the last key and the first query. The scores within documents are then a smaller
+rectangle, which needs no mask.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.context.entries import ScoreRect
 from megapipe.context.positions import Positions
+from megapipe.context.score_rects import ScoreRect
 
 Ids = npt.NDArray[np.int64]
 
@@ -22,9 +23,9 @@ Ids = npt.NDArray[np.int64]
 def within_documents(
     entries: Iterable[ScoreRect], queries: Positions, keys: Positions, ids: Ids
 ) -> Iterator[ScoreRect]:
-    """The parts of `entries` in which query and key are of the same document, of one row each.
+    """Cut each rectangle of `entries` to scores within documents; yield what remains per sample.
 
-    `ids` [rows, positions] are the numbers of the documents, not decreasing along a row.
+    `ids` [samples, positions] has each position's document number, never decreasing along a sample.
     """
     of_queries, of_keys = ids[:, list(queries)], ids[:, list(keys)]
     for entry in entries:
@@ -39,7 +40,7 @@ def within_documents(
 
 
 def _runs(entry: ScoreRect, ids: Ids, row: int) -> Iterator[ScoreRect]:
-    """The documents of a square, each a square on the diagonal."""
+    """Split the causal square `entry` of sample `row` into one causal square per document."""
     ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     for a, b in itertools.pairwise(ends):
         q, k = entry.queries.start, entry.keys.start

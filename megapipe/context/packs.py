@@ -1,36 +1,37 @@
-"""Which rectangles of scores one call of a kernel computes together.
+"""Groups of score rectangles that one kernel call computes.
 
-Where attention ends at documents, a block of scores is rectangles: many small ones where documents
-are short. A kernel of variable lengths takes all that are causal at once, and all others. It wants
-the rows of one rectangle behind those of the other, and where they are not they are copied. So a
-rectangle as long as most of a row is computed by itself, as without documents.
+If attention does not cross documents, the scores between a block of queries and a block of keys are
+a set of rectangles, many of them small if documents are short. A variable-length kernel computes
+all causal rectangles in one call and all others in a second call. The kernel needs the rows of its
+rectangles to be contiguous, so other rows are copied first. A rectangle longer than half of the
+block therefore has its own call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megapipe.context.entries import ScoreRect
+from megapipe.context.score_rects import ScoreRect
 
 PADDING = 128
-"""Rows of fp32 that such a kernel's backward sets aside for each rectangle, besides one for each
-query."""
+"""Number of fp32 rows that a variable-length kernel's backward allocates per rectangle, in addition
+to the rectangle's queries."""
 ALWAYS = 64
-"""So many rectangles go together in any case."""
+"""Number of rectangles that one call can always take, even if their :data:`PADDING` is large."""
 
 
 def most_together(queries: int, samples: int) -> int:
-    """How many rectangles of a block go into one call, of `queries` positions in each of the
-    samples: so many that what is set aside for them is no more than for all queries."""
+    """Return the maximum number of rectangles per kernel call. Their padding is at most `queries *
+    samples` rows, the size of the block, unless :data:`ALWAYS` rectangles need more."""
     return max(ALWAYS, queries * samples // PADDING)
 
 
 def together(
     rectangles: Iterable[ScoreRect], queries: int, samples: int
 ) -> list[tuple[ScoreRect, ...]]:
-    """The rectangles of a block by the calls that compute them: those that are all causal, or none,
-    and have half of the block's `queries` positions at most on either side, in one or as many as
-    :func:`most_together` says; and each of the others in its own."""
+    """Group rectangles into kernel calls of at most :func:`most_together` rectangles, either all
+    causal or all not. A rectangle with a side longer than half of the block's `queries` rows has
+    its own call."""
     alone: list[ScoreRect] = []
     short: dict[bool, list[ScoreRect]] = {False: [], True: []}
     for entry in rectangles:
@@ -44,7 +45,8 @@ def together(
 
 
 def joined(entries: Sequence[ScoreRect]) -> tuple[ScoreRect, ...]:
-    """The same rows of queries and of keys in as few slices as there are, in their order."""
+    """Merge each rectangle into the previous one if it belongs to the same sample, and both its
+    queries and its keys begin where the queries and keys of the previous rectangle end."""
     found: list[ScoreRect] = []
     for entry in entries:
         last = found[-1] if found else None

@@ -1,19 +1,20 @@
-"""Who attends to what when: a plan, and what follows from it.
+"""Ring plans: which queries attend to which keys on which rank in which round.
 
-Every rank p of n is the home of a bundle of queries and of one of keys (and values). A plan lists,
-for each round and rank, the pair (queries of i, keys of j) that the rank computes. All else is
-derived from that, for the forward and, mirrored, for the backward:
+A *bundle* is what ranks send to each other: the queries of one rank, or its keys and values. This
+rank is the *owner* of the bundle. A plan lists, for each round and rank, the pair (queries of owner
+i, keys of owner j) that the rank computes. The messages of the forward and of the backward follow
+from the pairs:
 
-- a bundle visits the ranks that use it in the order of first use, its home first; each hands it on
-  to the next, or another rank that has had it does (``sources``);
-- queries away from home give a partial result of a rank, which goes home in one hop when the rank
-  is through with them, and is merged there in the order of the visits;
-- gradients of a bundle are added up along its visits, from the first rank away from home on, and go
-  home from the last; what the home itself has found never travels.
+- a bundle visits the ranks that use it in the order of first use, its owner first; each rank sends
+  it to the next one, unless ``sources`` names another sender that has the bundle;
+- in the forward, a rank that uses queries of another owner sends their partial result to the owner
+  after the last use; the owner merges partial results in the order of the visits;
+- in the backward, gradients of a bundle are summed along its visits, from the first rank after the
+  owner to the last rank, which sends the sum to the owner. The owner's own gradients are not sent.
 
-A round begins with an exchange, in which its messages leave and are expected; they are waited for
-when they are used, a round later at the earliest. What no round is left for is exchanged after the
-last.
+Each round begins with an exchange, which starts sends and receives. A rank waits for a message when
+it uses the content, a round later at the earliest. Messages for which no round is left are
+exchanged after the last round.
 """
 
 from __future__ import annotations
@@ -27,67 +28,70 @@ from typing import Literal, NamedTuple
 from megapipe.errors import MegapipeError
 
 Pair = tuple[int, int]
-"""(home of queries, home of keys)."""
+"""(rank that owns the queries, rank that owns the keys) of one attention computation."""
 Kind = Literal["queries", "keys"]
 What = Literal["bundle", "partial", "gradient"]
-UNDER_WAY = 2
-"""Exchanges whose messages may not have left yet; the executor holds their tensors."""
+MAX_IN_FLIGHT = 2
+"""Maximum number of exchanges in flight; an exchange is all sends and receives that start before
+one round. The executor holds their tensors."""
 KINDS: tuple[Kind, ...] = ("queries", "keys")
 
 
 class PlanError(MegapipeError):
-    """A plan that does not compute each block once, or cannot be executed."""
+    """Error: a ring plan does not compute each pair exactly once, or cannot be executed."""
 
 
 class Visit(NamedTuple):
-    """The time of a bundle at a rank."""
+    """First and last round in which a rank uses a bundle: queries, or keys and values."""
 
     rank: int
     first: int
-    """Round of its first use."""
+    """Round of the rank's first use. -1 if the rank owns the bundle, but never uses it."""
     last: int
 
 
 class Message(NamedTuple):
-    """A bundle, a partial result of queries, or the gradients of a bundle on their way."""
+    """A message of a ring plan. It carries a bundle (queries, or keys and values, of rank `owner`),
+    a partial result for these queries, or gradients of the bundle."""
 
     what: What
     kind: Kind
-    home: int
+    owner: int
     source: int
     target: int
     sent: int
-    """The exchange it is in: that of this round's beginning, or from the number of rounds on, one
-    after the last round."""
+    """Index of the exchange that starts the message. Exchange n begins round n, or comes after the
+    last round if there is no round n."""
     due: int
-    """The round before which a bundle is needed; after which the target is through with the
-    gradients to which these are added; for what goes home, the number of rounds."""
+    """Round by which the message must arrive: the target uses a bundle in it, and adds received
+    gradients to its own after it. For a message to `owner`: the number of rounds."""
     channel: str = ""
-    """Of links that carry a message each at the same time: a name for it."""
+    """Name of the channel. Messages of different channels can be in flight together."""
 
 
 class RankPlan(NamedTuple):
-    """The share of one rank in the forward or in the backward of a plan."""
+    """Work and messages of one rank in the forward or in the backward of a plan."""
 
     pairs: tuple[Pair | None, ...]
-    """By round."""
+    """(queries' owner, keys' owner) that the rank computes in each round; None: it is idle."""
     messages: tuple[tuple[Message, ...], ...]
-    """By exchange, those that it sends or receives; as many exchanges on every rank."""
+    """Messages that the rank sends or receives in each exchange. All ranks have the same number of
+    exchanges."""
     needed: Mapping[tuple[Kind, int], int]
-    """The last round in which a bundle is used here or sent on."""
+    """Last round in which the rank uses or forwards a bundle, by the bundle's (kind, owner)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The pairs that n ranks compute, round by round."""
+    """A ring plan: whose queries attend to whose keys on which rank, round by round."""
 
     name: str
     rounds: tuple[tuple[Pair | None, ...], ...]
-    """[round][rank]."""
+    """(queries' owner, keys' owner) that a rank computes in a round: rounds[round][rank]."""
     sources: Mapping[tuple[Kind, int, int], tuple[int, str]] = field(default_factory=dict)
-    """(kind, home, rank) -> who sends a bundle to that rank, where it is not the rank it visited
-    before, and the lane of the message, which is sent as early as can be; others are sent in the
-    exchange before the round."""
+    """Exceptions from the rule that each rank sends a bundle to the next rank in the order of first
+    use. Maps (kind, owner, receiver) to (sender, channel). These bundles are sent as early as
+    possible, all others in the exchange before the round that needs them."""
 
     @property
     def ranks(self) -> int:
@@ -95,57 +99,58 @@ class Plan:
 
     @cached_property
     def visits(self) -> dict[tuple[Kind, int], list[Visit]]:
-        """Of each bundle in order, that of its home first."""
+        """Ranks that use each bundle, its owner first, then others by first use. The keys are the
+        bundles' (kind, owner)."""
         used: dict[tuple[Kind, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for number, pairs in enumerate(self.rounds):
             for rank, pair in enumerate(pairs):
-                for kind, home in zip(KINDS, pair or (), strict=False):
-                    used[kind, home][rank].append(number)
+                for kind, owner in zip(KINDS, pair or (), strict=False):
+                    used[kind, owner][rank].append(number)
         found = {}
         for kind in KINDS:
-            for home in range(self.ranks):
-                uses = dict(used[kind, home])
-                own = uses.pop(home, [-1])
+            for owner in range(self.ranks):
+                uses = dict(used[kind, owner])
+                own = uses.pop(owner, [-1])
                 away = [Visit(rank, times[0], times[-1]) for rank, times in uses.items()]
-                found[kind, home] = [
-                    Visit(home, own[0], own[-1]),
+                found[kind, owner] = [
+                    Visit(owner, own[0], own[-1]),
                     *sorted(away, key=lambda visit: (visit.first, visit.rank)),
                 ]
         return found
 
     def _bundles(self) -> Iterator[Message]:
-        for (kind, home), (own, *away) in self.visits.items():
+        for (kind, owner), (own, *away) in self.visits.items():
             arrived = {own.rank: 0}
             before = own.rank
             for visit in away:
-                at = kind, home, visit.rank
+                at = kind, owner, visit.rank
                 source, lane = self.sources.get(at, (before, ""))
                 if source not in arrived or arrived[source] >= visit.first:
                     raise PlanError(
-                        f"plan {self.name}: rank {source} does not have the {kind} of {home} in "
+                        f"plan {self.name}: rank {source} does not have the {kind} of {owner} in "
                         f"time for rank {visit.rank} in round {visit.first}"
                     )
                 early = at in self.sources
                 sent = arrived[source] if early else max(arrived[source], visit.first - 1)
-                yield Message("bundle", kind, home, source, visit.rank, sent, visit.first, lane)
+                yield Message("bundle", kind, owner, source, visit.rank, sent, visit.first, lane)
                 arrived[visit.rank], before = visit.first, visit.rank
 
     def _partials(self) -> Iterator[Message]:
-        for home in range(self.ranks):
-            for visit in self.visits["queries", home][1:]:
+        for owner in range(self.ranks):
+            for visit in self.visits["queries", owner][1:]:
                 sent = visit.last + 1
-                yield Message("partial", "queries", home, visit.rank, home, sent, self.length)
+                yield Message("partial", "queries", owner, visit.rank, owner, sent, self.length)
 
     def _gradients(self) -> Iterator[Message]:
-        for (kind, home), (_, *away) in self.visits.items():
+        for (kind, owner), (_, *away) in self.visits.items():
             sent = 0
             for number, visit in enumerate(away):
                 sent = max(visit.last, sent) + 1
                 if number + 1 < len(away):
                     target, due = away[number + 1].rank, away[number + 1].last
                 else:
-                    target, due = home, self.length
-                yield Message("gradient", kind, home, visit.rank, target, sent, due)
+                    target, due = owner, self.length
+                yield Message("gradient", kind, owner, visit.rank, target, sent, due)
 
     @property
     def length(self) -> int:
@@ -154,12 +159,12 @@ class Plan:
 
     @cached_property
     def forward(self) -> tuple[tuple[Message, ...], ...]:
-        """The messages of the forward by exchange: one before each round, the others after all."""
+        """Messages of the forward by exchange: before each round, and after the last round."""
         return self._by_exchange([*self._bundles(), *self._partials()])
 
     @cached_property
     def backward(self) -> tuple[tuple[Message, ...], ...]:
-        """The messages of the backward."""
+        """Messages of the backward by exchange, before each round and after the last round."""
         return self._by_exchange([*self._bundles(), *self._gradients()])
 
     def _by_exchange(self, messages: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
@@ -171,62 +176,64 @@ class Plan:
 
     @cached_property
     def forward_parts(self) -> tuple[RankPlan, ...]:
-        """The share of each rank in the forward."""
+        """Work and messages of each rank in the forward."""
         return self._parts(self.forward)
 
     @cached_property
     def backward_parts(self) -> tuple[RankPlan, ...]:
-        """The share of each rank in the backward."""
+        """Work and messages of each rank in the backward."""
         return self._parts(self.backward)
 
     def _parts(self, exchanges: Sequence[Sequence[Message]]) -> tuple[RankPlan, ...]:
         needed: list[dict[tuple[Kind, int], int]] = [{} for _ in range(self.ranks)]
         for number, pairs in enumerate(self.rounds):
             for rank, pair in enumerate(pairs):
-                for kind, home in zip(KINDS, pair or (), strict=False):
-                    needed[rank][kind, home] = number
+                for kind, owner in zip(KINDS, pair or (), strict=False):
+                    needed[rank][kind, owner] = number
         messages: list[list[list[Message]]] = [[[] for _ in exchanges] for _ in range(self.ranks)]
         for number, exchange in enumerate(exchanges):
             for message in exchange:
                 for rank in {message.source, message.target}:
                     messages[rank][number].append(message)
                 if message.what == "bundle":
-                    own, bundle = needed[message.source], (message.kind, message.home)
+                    own, bundle = needed[message.source], (message.kind, message.owner)
                     own[bundle] = max(own.get(bundle, 0), number)
         parts = zip(zip(*self.rounds, strict=True), messages, needed, strict=True)
         return tuple(RankPlan(pairs, tuple(map(tuple, own)), used) for pairs, own, used in parts)
 
     @cached_property
     def max_bundles(self) -> dict[Kind, int]:
-        """The most bundles of a kind that a rank has or expects at a time, its own included."""
-        begins = {(kind, home, home): 0 for kind in KINDS for home in range(self.ranks)}
+        """Maximum number of bundles of each kind (queries; keys and values) that a rank has in
+        memory at once, including its own bundle and receives in flight."""
+        begins = {(kind, owner, owner): 0 for kind in KINDS for owner in range(self.ranks)}
         ends = {
-            (kind, home, visit.rank): visit.last
-            for (kind, home), visits in self.visits.items()
+            (kind, owner, visit.rank): visit.last
+            for (kind, owner), visits in self.visits.items()
             for visit in visits
         }
         ends |= dict.fromkeys(begins, self.length - 1)
         for message in self._bundles():
-            bundle = message.kind, message.home
+            bundle = message.kind, message.owner
             begins[(*bundle, message.target)] = message.sent
             source = (*bundle, message.source)
             ends[source] = max(ends[source], message.sent)
         counts: Counter[tuple[Kind, int, int]] = Counter()
-        for (kind, home, rank), begin in begins.items():
-            counts.update((kind, rank, at) for at in range(begin, ends[kind, home, rank] + 1))
+        for (kind, owner, rank), begin in begins.items():
+            counts.update((kind, rank, at) for at in range(begin, ends[kind, owner, rank] + 1))
         return {kind: max(count for at, count in counts.items() if at[0] == kind) for kind in KINDS}
 
     def prove(self, needed: Callable[[int, int], bool]) -> None:
-        """Raise :class:`PlanError` unless every pair of homes that is `needed` is computed once,
-        with both bundles there, and every rank sends and receives at most one bundle of a kind in
-        an exchange and lane."""
+        """Check the plan. `needed(i, j)` says whether queries of rank i see any key of rank j.
+        Raises :class:`PlanError` unless each needed pair (i, j) is computed once, on a rank that
+        has both bundles, and each rank sends and receives at most one bundle of a kind per exchange
+        and channel."""
         computed = Counter(pair for pairs in self.rounds for pair in pairs if pair is not None)
         for queries in range(self.ranks):
             for keys in range(self.ranks):
                 times = computed[queries, keys]
                 if times > 1 or (needed(queries, keys) and not times):
                     raise PlanError(
-                        f"plan {self.name}: queries of {queries} and keys of {keys} are computed "
+                        f"plan {self.name}: queries of {queries} and keys of {keys} meet "
                         f"{times} times: expected once"
                     )
         wrong = set(computed) - {(i, j) for i in range(self.ranks) for j in range(self.ranks)}

@@ -1,4 +1,4 @@
-"""The published plans, each a few lines."""
+"""Ring plans from publications: Ring Attention, LoongTrain, DistFlashAttn and WallFacer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from megapipe.context.plan import Kind, Plan
 
 
 def ring(n: int) -> Plan:
-    """Keys go around (Ring Attention, 2310.01889; its exact form in 2105.13120): n rounds."""
+    """Return the plan that passes keys and values around a ring in `n` rounds (Ring Attention,
+    2310.01889; RSA, 2105.13120)."""
     return Plan("ring", tuple(tuple((p, (p - t) % n) for p in range(n)) for t in range(n)))
 
 
 def double_ring(n: int, inner: int) -> Plan:
-    """Keys go around rings of `inner` neighbours, and once per cycle to the next ring, from where
-    the cycle began, beside the cycle (LoongTrain, 2406.18485)."""
+    """Return the plan that passes keys and values around rings of `inner` consecutive ranks.
+    Meanwhile, in each ring the rank that got keys first also sends them to the next ring
+    (LoongTrain, 2406.18485)."""
     outer = n // inner
 
     def rank(a: int, b: int) -> int:
@@ -32,8 +34,9 @@ def double_ring(n: int, inner: int) -> Plan:
 
 
 def helpers(n: int) -> Plan:
-    """Ranks whose keys are all later compute for others, who send them their queries
-    (DistFlashAttn, 2310.03294): n // 2 + 1 rounds, of contiguous blocks."""
+    """Return the plan in which ranks that the causal mask leaves idle compute for other ranks, with
+    queries received from them (DistFlashAttn, 2310.03294). It has n // 2 + 1 rounds and is for
+    contiguous positions."""
 
     def pair(t: int, p: int) -> tuple[int, int] | None:
         if p >= t:
@@ -45,7 +48,8 @@ def helpers(n: int) -> Plan:
 
 
 def teams(n: int, team: int) -> Plan:
-    """Rows of `team` ranks share their queries, columns their keys (WallFacer, 2407.00611)."""
+    """Return the plan for a grid of ranks with `team` ranks per row: queries are passed around
+    within rows, keys within columns (WallFacer, 2407.00611)."""
     columns = n // team
     return Plan(
         "teams",
@@ -64,13 +68,13 @@ def teams(n: int, team: int) -> Plan:
 
 
 def travelling_queries(plan: Plan) -> Plan:
-    """The plan with queries and keys exchanged, for a backward in which queries travel."""
+    """Swap queries and keys in a plan, for a backward that sends queries instead of keys."""
     swapped: dict[Kind, Kind] = {"queries": "keys", "keys": "queries"}
     rounds = tuple(
         tuple(None if pair is None else (pair[1], pair[0]) for pair in pairs)
         for pairs in plan.rounds
     )
     sources = {
-        (swapped[kind], home, rank): source for (kind, home, rank), source in plan.sources.items()
+        (swapped[kind], owner, rank): source for (kind, owner, rank), source in plan.sources.items()
     }
     return Plan(f"{plan.name}, queries travel", rounds, sources)

@@ -1,4 +1,4 @@
-"""Which positions of a sequence rows hold."""
+"""Positions that the rows of a tensor have in their sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class StridedRange(NamedTuple):
-    """Rows that hold every `step`-th position, `length` of them, from `first` on."""
+    """A range of `length` rows that hold every `step`-th position from position `first` on."""
 
     first: int
     length: int
@@ -21,28 +21,28 @@ class StridedRange(NamedTuple):
 
     @property
     def here(self) -> slice:
-        """The positions, as an index."""
+        """The positions as a slice, to index a tensor of the whole sequence."""
         return slice(self.first, self.last + 1, self.step)
 
     def rows(self, start: int, stop: int) -> StridedRange:
-        """Its rows start .. stop - 1."""
+        """Return the positions of rows start .. stop - 1 of the range."""
         return StridedRange(self.first + start * self.step, stop - start, self.step)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of rows, in runs that follow each other; they ascend within a slice."""
+    """Positions of a tensor's rows, as a list of ranges. They ascend within a sequence slice."""
 
     runs: tuple[StridedRange, ...]
 
     @classmethod
     def whole(cls, length: int, first: int = 0) -> Positions:
-        """`length` positions in a row."""
+        """Return `length` consecutive positions from `first` on."""
         return cls((StridedRange(first, length),))
 
     @classmethod
     def of(cls, runs: Iterable[StridedRange]) -> Positions:
-        """Of these runs; a run that goes on with the one before it is joined to that."""
+        """Build positions from ranges; join each range that continues the one before it."""
         found: list[StridedRange] = []
         for run in runs:
             if found and run.step == found[-1].step and run.first == found[-1].last + run.step:
@@ -57,12 +57,12 @@ class Positions:
         return sum(run.length for run in self.runs)
 
     def __iter__(self) -> Iterator[int]:
-        """The position of each row."""
+        """Yield the position of each row."""
         for run in self.runs:
             yield from range(run.first, run.last + 1, run.step)
 
     def rows(self, start: int, stop: int) -> Positions:
-        """The positions of rows start .. stop - 1."""
+        """Return the positions of rows start .. stop - 1."""
         found, before = [], 0
         for run in self.runs:
             a, b = max(start - before, 0), min(stop - before, run.length)
@@ -72,6 +72,6 @@ class Positions:
         return Positions(tuple(found))
 
     def part(self, index: int, parts: int) -> Positions:
-        """One of `parts` equal parts of the rows."""
+        """Cut the rows into `parts` equal parts, and return the positions of part `index`."""
         size = self.count // parts
         return self.rows(index * size, (index + 1) * size)

@@ -1,4 +1,4 @@
-"""The time of a plan: when ranks compute, and when they wait for messages."""
+"""Simulated time of a ring plan: when ranks compute, and when they wait for messages."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from megapipe.context.plan import KINDS, Kind, Message, Plan
 
 
 class MessageLink(NamedTuple):
-    """The way of a message."""
+    """The link that a message takes, and how long the message takes."""
 
     name: Hashable
-    """A rank sends one message at a time over links of a name, and receives one."""
+    """Name of the link. Over a link a rank sends, and receives, one message at a time."""
     seconds: float
 
 
 class PlanTiming(NamedTuple):
-    """Seconds of a forward or backward."""
+    """Seconds that a forward or backward of a ring plan takes."""
 
     whole: float
-    """Until the last rank is through."""
+    """Seconds until the last rank has finished."""
     busy: float
-    """That a rank computes, on average."""
+    """Seconds that a rank computes, averaged over the ranks."""
 
     @property
     def exposed(self) -> float:
-        """Seconds that messages, uneven work and uneven rounds cost."""
+        """Seconds that messages, uneven work and uneven rounds add to the mean computing time."""
         return self.whole - self.busy
 
 
@@ -37,36 +37,37 @@ def simulate(
     work: Callable[[int, int], float],
     link: Callable[[Message], MessageLink],
 ) -> PlanTiming:
-    """Time the rounds of `plan` with its `messages`, which travel while ranks compute.
+    """Simulate the forward or the backward of `plan`. Its `messages` are in flight while ranks
+    compute.
 
-    `work` gives the seconds of a pair (queries, keys), `link` the way of a message. A message
-    leaves with the exchange that it is in, once its content is there, its receiver takes part in
-    the exchange, and the link is free on both sides.
+    `work(i, j)` gives the seconds for queries of rank i and keys of rank j, `link` the link and
+    seconds of a message. A message is sent in its exchange as soon as the source has the content,
+    the target takes part in the exchange, and the link is free at both ends.
     """
     clock = [0.0] * plan.ranks
     busy = [0.0] * plan.ranks
     arrived: dict[tuple[str, Kind, int, int], float] = defaultdict(float)
-    """By message: what, kind, home, target."""
+    """Arrival time in seconds of each message, by (what, kind, owner, target)."""
     free: dict[tuple[str, Hashable, int], float] = defaultdict(float)
     for number in range(max(plan.length, len(messages))):
         here = messages[number] if number < len(messages) else ()
         posted = list(clock)
-        for message in here:  # content that is on its way itself
-            came = arrived[message.what, message.kind, message.home, message.source]
+        for message in here:  # the source may still be receiving the content
+            came = arrived[message.what, message.kind, message.owner, message.source]
             posted[message.source] = max(posted[message.source], came)
         for message in here:
-            way = link(message)
-            ends = ("out", way.name, message.source), ("in", way.name, message.target)
+            hop = link(message)
+            ends = ("out", hop.name, message.source), ("in", hop.name, message.target)
             start = max(posted[message.source], posted[message.target], *(free[e] for e in ends))
-            at = (message.what, message.kind, message.home, message.target)
-            arrived[at] = max(arrived[at], start + way.seconds)
+            at = (message.what, message.kind, message.owner, message.target)
+            arrived[at] = max(arrived[at], start + hop.seconds)
             for end in ends:
-                free[end] = start + way.seconds
+                free[end] = start + hop.seconds
         if number < plan.length:
             for rank, pair in enumerate(plan.rounds[number]):
                 clock[rank] = max(clock[rank], posted[rank])
-                for kind, home in zip(KINDS, pair or (), strict=False):
-                    clock[rank] = max(clock[rank], arrived["bundle", kind, home, rank])
+                for kind, owner in zip(KINDS, pair or (), strict=False):
+                    clock[rank] = max(clock[rank], arrived["bundle", kind, owner, rank])
                 seconds = 0.0 if pair is None else work(*pair)
                 clock[rank] += seconds
                 busy[rank] += seconds

@@ -1,11 +1,11 @@
 """How the positions of a sequence are split over context-parallel ranks.
 
-The ranks of a context-parallel group form a ring times a group that splits heads while attending
-(Ulysses, 2309.14509): cp = ring x ulysses. A member of the ring holds a block of positions, of
-which each Ulysses index has an equal part, so that joining the parts gives the block.
+A context-parallel group is a grid, cp = ring x ulysses: ranks of a Ulysses group split heads during
+attention (2309.14509). Each ring index has a block of positions. The ranks of a Ulysses group hold
+equal parts of one block, in the order of their Ulysses indices.
 
 ==========  ==================================================================================
-order       positions of ring index i of r, of a sequence of s
+order       positions of ring index i of r
 ==========  ==================================================================================
 zigzag      the i-th of 2r equal parts, and the i-th from the end: with causal attention every
             pair of blocks is the same work (Llama 3, 2407.21783)
@@ -27,25 +27,27 @@ Order = Literal["zigzag", "striped", "contiguous"]
 
 
 class LocalPositions(NamedTuple):
-    """The positions of a sequence, or of all its slices one after the other."""
+    """Positions of one sequence that each rank holds. If the sequence has slices, positions of all
+    slices are concatenated."""
 
     own: Positions
-    """Of this rank's rows."""
+    """Positions of this rank's rows."""
     blocks: tuple[Positions, ...]
-    """Of the rows of each member of the ring, while attending."""
+    """Positions of each ring index's block: the rows that its ranks have during attention, after
+    the Ulysses all-to-all."""
     ranks: tuple[Positions, ...]
-    """Of the rows of each context-parallel index."""
+    """Positions of each context-parallel rank's rows."""
 
 
 @dataclass(frozen=True)
 class PositionSplit:
-    """A context-parallel group and what each of its ranks holds."""
+    """How a context-parallel group splits positions."""
 
     ring: int = 1
     ulysses: int = 1
     order: Order = "zigzag"
     heads_first: bool = True
-    """Whether ranks that split heads are neighbours, or else those of a ring."""
+    """Whether consecutive ranks form Ulysses groups, which split heads; else they form rings."""
 
     @property
     def cp(self) -> int:
@@ -53,24 +55,24 @@ class PositionSplit:
 
     @property
     def multiple(self) -> int:
-        """A length is split evenly if this divides it."""
+        """Divisor that a sequence length must have to be split evenly."""
         return self.cp * (2 if self.order == "zigzag" and self.ring > 1 else 1)
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Index in the ring and among the ranks that split heads, of a context-parallel index."""
+    def coordinates(self, index: int) -> tuple[int, int]:
+        """Return the ring index and the Ulysses index of a context-parallel rank."""
         if self.heads_first:
             return divmod(index, self.ulysses)
         ulysses, ring = divmod(index, self.ring)
         return ring, ulysses
 
     def index(self, ring: int, ulysses: int) -> int:
-        """The context-parallel index of such a place."""
+        """Return the context-parallel rank with a ring index and a Ulysses index."""
         if self.heads_first:
             return ring * self.ulysses + ulysses
         return ulysses * self.ring + ring
 
     def block(self, first: int, length: int, ring: int) -> Positions:
-        """The part of a member of the ring of positions first .. first + length - 1."""
+        """Split positions first .. first + length - 1 over the ring; return the block of `ring`."""
         assert length % self.multiple == 0, f"{length} positions over {self}"
         n, size = self.ring, length // self.ring
         if self.order == "striped":
@@ -87,13 +89,14 @@ class PositionSplit:
         return Positions.of(ends)
 
     def own(self, first: int, length: int, index: int) -> Positions:
-        """The part of a context-parallel rank of them."""
-        ring, ulysses = self.place(index)
+        """Return rank `index`'s share of positions first .. first + length - 1, split over all
+        ranks."""
+        ring, ulysses = self.coordinates(index)
         return self.block(first, length, ring).part(ulysses, self.ulysses)
 
     def local(self, lengths: Sequence[int], index: int) -> LocalPositions:
-        """The parts of a rank, and of the members of its ring, of slices of these lengths, each of
-        which is split by itself."""
+        """Return the positions of rank `index`, of each ring index and of all ranks, for a sequence
+        of consecutive slices with these `lengths`. Each slice is split by itself."""
         starts = [0, *accumulate(lengths)]
 
         def joined(parts: Sequence[Positions]) -> Positions:

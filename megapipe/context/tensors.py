@@ -1,7 +1,7 @@
-"""Tensors that ranks send each other while they attend to split positions: shapes and types.
+"""Shapes and types of the tensors that ranks send each other in context-parallel attention.
 
-The executor (:mod:`megapipe.layers.ring_attention`) allocates what it receives and what it sums up
-as :class:`RingTensors` says, and a choice between ways to attend counts the bytes of the same.
+The executor (:mod:`megapipe.layers.ring_attention`) allocates receive buffers and accumulators by
+:class:`RingTensors`; the choice between context-parallel methods counts the same bytes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ class RingTensor(NamedTuple):
 
     shape: Shape
     main: bool = False
-    """Whether the type is that of accumulation, or else the model's."""
+    """Whether the tensor has the accumulators' type (fp32, or fp64 for an fp64 model)."""
 
 
 class RingTensors(NamedTuple):
-    """Tensors of a member of a ring."""
+    """Shapes of a ring member's queries and keys, and of the tensors that members send."""
 
     queries: Shape
-    """[s, b, heads, d], which outputs and gradients of queries have too."""
+    """Shape [s, b, heads, d] of queries, outputs and gradients of queries."""
     keys: Shape
-    """[t, b, groups, d], which values and gradients of keys and values have too."""
+    """Shape [t, b, groups, d] of keys, values and their gradients."""
 
     def carried(self, what: What, kind: Kind, *, backward: bool) -> tuple[RingTensor, ...]:
-        """List the tensors of a message of the forward or the backward, in their order."""
+        """List the tensors of a message in the order of sending. `what` says whether the message
+        carries the queries or keys themselves, a partial result or gradients; `backward`, whether
+        it is sent in the backward."""
         s, b, heads, _ = self.queries
         q, k = self.queries, self.keys
         lse = RingTensor((b, heads, s), main=True)
@@ -48,25 +50,26 @@ class RingTensors(NamedTuple):
         return RingTensor(q), RingTensor(q), lse, RingTensor((s, b, heads), main=True)
 
     def gathered(self, *, backward: bool) -> tuple[RingTensor, ...]:
-        """List what goes from a member to each of the others where keys are gathered at once: keys
-        and values, and in the backward the gradients of the other's."""
+        """List the tensors that a member sends to each other member if keys are all-gathered: keys
+        and values, and in the backward the gradients of the other member's keys and values."""
         gradients = self.carried("gradient", "keys", backward=True) if backward else ()
         return self.carried("bundle", "keys", backward=backward) + gradients
 
     @property
     def exchanged(self) -> tuple[RingTensor, ...]:
-        """Queries, keys, values and output, or their gradients: ranks that split heads exchange
-        each by an all-to-all."""
+        """Tensors of the Ulysses all-to-alls, one for each: queries, keys, values and output in the
+        forward, or their gradients in the backward."""
         q, k = RingTensor(self.queries), RingTensor(self.keys)
         return q, k, k, q
 
 
 def size_of(tensors: Iterable[RingTensor], dtype: Dtype) -> int:
-    """Count the bytes of tensors of a model in `dtype`."""
+    """Count the bytes of tensors if the model's type is `dtype`."""
     sizes = {False: DTYPE_BYTES[dtype], True: main_bytes(dtype)}
     return sum(prod(each.shape) * sizes[each.main] for each in tensors)
 
 
 def split_groups(groups: int, ulysses: int) -> int:
-    """Count the key heads that `ulysses` ranks split: each has one, so there may be copies."""
+    """Return the number of KV heads that `ulysses` ranks split. If there are fewer heads than
+    ranks, heads are repeated, so that each rank has one."""
     return max(groups, ulysses)

@@ -15,7 +15,7 @@ from megapipe.checkpoint.durable import create
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_lora, stored_model
 from megapipe.config.model import ModelConfig
-from megapipe.convert.fresh import atomic_folder
+from megapipe.convert.atomic_folder import atomic_folder
 from megapipe.convert.shards import Named, write
 from megapipe.errors import ConfigError
 from megapipe.layers.lora_specs import ALL_ROWS, Lora
@@ -52,11 +52,11 @@ class Adapters:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: ModelConfig) -> Adapters:
-        """Those that the stored configuration speaks of."""
+        """Return the adapters that the checkpoint's configuration describes."""
         return cls(checkpoint, model, Lora.of(stored_lora(checkpoint.manifest.config)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their entries in the checkpoint."""
+        """Return the shapes of the adapters' entries in the checkpoint."""
         whole = StageSpec(embedding=True, layers=range(self.model.layers), head=True)
         if self.lora is None:
             return {}
@@ -64,12 +64,12 @@ class Adapters:
         return {f"model/{spec.name}": spec.shape for spec in specs if not spec.frozen}
 
     def factors(self, layer: int, target: str) -> tuple[Tensor, Tensor]:
-        """The matrices A [rank, in] and B [out, rank]."""
+        """Return an adapter's matrices A [rank, in] and B [out, rank]."""
         name = f"model/{adapter_name(self.model, layer, target)}"
         return self.checkpoint.read(f"{name}.lora_a"), self.checkpoint.read(f"{name}.lora_b")
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The parameter `name`, `weight`, with what adapters add to it, in fp32 or fp64."""
+        """Return `weight`, the parameter `name`, plus its adapters (if any), in fp32 or fp64."""
         if self.lora is None or not name.startswith("layers."):
             return weight
         _, number, module = name.split(".", 2)
@@ -97,18 +97,18 @@ def export_adapters(
     *,
     dtype: Dtype | None = None,
     model_type: str | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write the adapters of `checkpoint` to `output`, as ``peft.PeftModel`` loads them.
 
-    An A that queries, keys and values share becomes that of each of three layers, where the class
-    has three. `dtype` is by default the type in which the checkpoint has them; `tell` is given a
-    line.
+    If queries, keys and values share a matrix A, but the Hugging Face class has a layer for each,
+    all three layers get the same A. `dtype` is the type in the checkpoint by default. `report` is
+    called with a line of progress.
 
     Raises:
-        ConfigError: there are none; no class can express the model, or has such layers; peft would
-            put them elsewhere.
-        CheckpointError: damage; `output` exists.
+        ConfigError: there are no adapters; no class can express the model, or the class lacks the
+            adapters' layers; or peft would apply the adapters to other layers.
+        CheckpointError: the checkpoint is damaged, or `output` exists.
     """
     stored = checkpoint.manifest.config
     model = stored_model(stored)
@@ -119,8 +119,8 @@ def export_adapters(
     of_mlp = [target for target in adapters.lora.targets if target.startswith(MLP)]
     if row.has_experts and of_mlp:
         raise ConfigError(
-            f"lora.targets has {of_mlp[0]}, a name that peft takes for experts of Hugging Face's "
-            f"{row.model_type} class: leave out --adapter for the merged weights"
+            f"lora.targets has {of_mlp[0]}, a name that peft takes for experts of the Hugging "
+            f"Face {row.model_type} class: remove --adapter to write merged weights"
         )
     values = list(_of_peft(adapters, row))
     kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
@@ -131,11 +131,11 @@ def export_adapters(
         with create(folder / CONFIG) as file:
             text = json.dumps(_config(stored, row, adapters, named), indent=2)
             file.write((text + "\n").encode())
-        write(folder, {WEIGHTS: named}, values, tell)
+        write(folder, {WEIGHTS: named}, values, report)
 
 
 def _of_peft(adapters: Adapters, row: HFClass) -> Iterator[tuple[str, Tensor]]:
-    """All matrices by peft's names."""
+    """Yield all adapter matrices under the names that peft uses."""
     assert adapters.lora is not None
     for layer in range(adapters.model.layers):
         for target in targets_in(adapters.model, adapters.lora, layer):
@@ -148,28 +148,28 @@ def _of_peft(adapters: Adapters, row: HFClass) -> Iterator[tuple[str, Tensor]]:
 def _layers(
     model: ModelConfig, row: HFClass, layer: int, target: str, b: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """The class' layers that an adapter is beside, with the B of each [out, rank]."""
-    place = adapter_targets(model)[target]
+    """Yield the Hugging Face layers to which an adapter belongs, as (name, B [out, rank])."""
+    adapted = adapter_targets(model)[target]
     names, arrangement, _ = row.counterpart(
-        f"layers.{layer}.{module_of(model, layer, place.layer)}"
+        f"layers.{layer}.{module_of(model, layer, adapted.layer)}"
     )
-    if place.rows == ALL_ROWS:
-        parts = TensorMapping(target, tuple(b.shape), names, arrangement).way.split(b, model)
-        if arrangement in ("transposed", "blocks"):  # which the class' weight is, but not its B
+    if adapted.rows == ALL_ROWS:
+        parts = TensorMapping(target, tuple(b.shape), names, arrangement).transform.split(b, model)
+        if arrangement in ("transposed", "blocks"):  # the class's weight is, but B is not
             parts = tuple(part.t() for part in parts)
         yield from zip(names, parts, strict=True)
         return
-    order = HEADS if place.layer == QKV else GATED
+    order = HEADS if adapted.layer == QKV else GATED
     if len(names) != len(order):
         raise ConfigError(
-            f"lora.targets has {target}, which is no layer of its own in Hugging Face's "
-            f"{row.model_type} class: leave out --adapter for the merged weights"
+            f"lora.targets has {target}, which is not a separate layer of the Hugging Face "
+            f"{row.model_type} class: remove --adapter to write merged weights"
         )
     yield names[order.index(target)], b
 
 
 def _config(stored: Any, row: HFClass, adapters: Adapters, named: list[Named]) -> dict[str, Any]:
-    """The keys of peft's LoraConfig."""
+    """Return the keys and values of peft's LoraConfig."""
     section = stored_lora(stored)
     start = f"base_model.model.{row.layers}."
     inner = (name.removeprefix(start).partition(".")[2] for name, *_ in named)

@@ -1,8 +1,8 @@
-"""Whether a class of Hugging Face's computes what our model of its configuration does.
+"""Check that a Hugging Face class and megapipe's model compute the same from one configuration.
 
-A configuration keeps any key, used by its class or not, so reading the configuration back proves
-nothing. Here both sides build the model that it describes, at toy width and with the same random
-weights, and their logits are compared.
+A configuration keeps any key, whether its class uses it or not, so reading the configuration back
+proves nothing. Here the class and megapipe both build the configuration's model, at toy width and
+with the same random weights, and their logits are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
+from megapipe.cli import flatten
 from megapipe.command_line import phase
+from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
@@ -35,31 +37,33 @@ from megapipe.model.gpt.parameters import known
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import owned_parameters
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 MOST_TOKENS = 32
 MOST_IDS = 61
 WINDOW = 7
-"""A sliding window must be shorter than the text, or no token would notice it."""
+"""Sliding window of the toy model: shorter than the text, so that it has an effect."""
 HEAD_DIM = 8
 TOLERANCE = 1e-3
-"""Largest difference, in standard deviations of the logits: classes compute norms, softmax and
-rotary angles in fp32."""
+"""Largest accepted difference, in standard deviations of the logits; classes compute norms, softmax
+and rotary angles in fp32."""
 ATTEMPTS = 3
-"""Draws of weights: where two experts' scores are nearly equal, rounding decides between them."""
+"""Maximum number of random initializations for an MoE model: between nearly equal router scores,
+rounding decides, and then logits differ."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_class(config: Any, model: ModelConfig | None = None) -> None:
-    """Compare the class that ``AutoModelForCausalLM`` takes for `config` with our model.
+    """Compare megapipe's model with the class that ``AutoModelForCausalLM`` takes for `config`.
 
     Args:
-        config: a class' configuration that
-            :func:`~megapipe.model.gpt.hf.config.config_from_hf` reads.
-        model: the resolved model that `config` was written of; default: the one that it describes.
+        config: a class's configuration that :func:`~megapipe.model.gpt.hf.config.config_from_hf`
+            reads.
+        model: the resolved model for which `config` was written; default: the model that `config`
+            describes.
 
     Raises:
-        ConfigError: their logits differ. The key that makes the difference is named, if it is one.
+        ConfigError: the logits differ. If a single key makes the difference, the error names it.
     """
     with phase("comparing the model with its class of transformers"), _aside():
         _compare(config, config_from_hf(config) if model is None else model)
@@ -73,13 +77,13 @@ def _compare(config: Any, model: ModelConfig) -> None:
     name = TABLE[config.model_type].model_class
     described = config_from_hf(toy)
     if difference(toy, described) is None:
-        fields = ModelConfig.model_fields.keys() - {"dtype"}
-        other = sorted(f for f in fields if getattr(described, f) != getattr(narrowed(model), f))
+        stored, wanted = (flatten(Config(model=each)) for each in (described, narrowed(model)))
+        other = sorted(k for k in wanted if stored[k] != wanted[k] and k != "model.dtype")
         raise ConfigError(
-            f"the config of transformers' {name} describes another model ({found}), by "
-            f"model.{', model.'.join(other)}"
+            f"the config of transformers' {name} describes another model ({found}); it differs in "
+            f"{', '.join(other)}"
         )
-    # first keys that describe nothing to megapipe, so that the class alone makes something of them
+    # try keys first that megapipe ignores, so that only the class interprets them
     left_out = sorted(each_left_out(toy), key=lambda each: config_from_hf(each[1]) != described)
     for path, rest in left_out:
         if difference(rest, config_from_hf(rest)) is None:
@@ -92,7 +96,7 @@ def _compare(config: Any, model: ModelConfig) -> None:
 
 
 def at_toy_width(config: Any, model: ModelConfig) -> Any:
-    """The configuration of the `narrowed` model, but for its other keys, which are as they were."""
+    """Return `config` with the toy sizes of :func:`narrowed`; other keys keep their values."""
     keys, canonical, narrow = config.to_dict(), type(config).attribute_map, narrowed(model)
     for part in TABLE[config.model_type].parts:
         before = part.write(model)
@@ -103,14 +107,14 @@ def at_toy_width(config: Any, model: ModelConfig) -> Any:
 
 
 def narrowed(model: ModelConfig) -> ModelConfig:
-    """The model with few heads and experts, narrow layers, a short window and a small vocabulary.
-    Sizes that divide each other still do."""
+    """Return the model with few heads and experts, narrow layers, a short sliding window and a
+    small vocabulary. If one size divides another, it still does."""
     kv_heads, head_dim = known(model.kv_heads), known(model.head_dim)
     few = 2 if kv_heads % 2 == 0 else min(kv_heads, 3)
     if kv_heads & (kv_heads - 1):  # ALiBi has two rules for slopes
         few = 3
     heads = _fewer(model.heads // kv_heads) * few
-    turned = {width: width * model.rotary_share for width in range(HEAD_DIM, head_dim, 2)}
+    turned = {width: width * model.rope.percent for width in range(HEAD_DIM, head_dim, 2)}
     width = next((w for w, n in turned.items() if n >= HEAD_DIM / 2 and n % 2 == 0), head_dim)
     ratio = heads * width / (model.heads * head_dim)
     hidden = max(1, round(model.hidden * ratio / heads)) * heads
@@ -118,11 +122,17 @@ def narrowed(model: ModelConfig) -> ModelConfig:
     def narrow(size: int | None) -> int | None:
         return size and max(1, round(size * hidden / model.hidden))
 
-    moe, ffn = model.moe, narrow(model.moe.ffn)
-    if isinstance(moe.experts, int):
-        enough = max(2, -(-2 * moe.top_k // (moe.group_top_k or moe.groups))) * moe.groups
-        shared = moe.shared and moe.shared // known(moe.ffn) * known(ffn)
-        changes = {"experts": min(moe.experts, enough), "ffn": ffn, "shared": shared}
+    moe, ffn = model.moe, narrow(model.moe.expert_ffn_hidden)
+    if isinstance(moe.num_experts, int):
+        enough = max(2, -(-2 * moe.top_k // (moe.topk_groups or moe.num_groups))) * moe.num_groups
+        shared = moe.shared_ffn_hidden and moe.shared_ffn_hidden // known(
+            moe.expert_ffn_hidden
+        ) * known(ffn)
+        changes = {
+            "num_experts": min(moe.num_experts, enough),
+            "expert_ffn_hidden": ffn,
+            "shared_ffn_hidden": shared,
+        }
         moe = moe.model_copy(update=changes)
     return model.model_copy(
         update={
@@ -135,19 +145,20 @@ def narrowed(model: ModelConfig) -> ModelConfig:
             and model.embedding_scale * (hidden / model.hidden) ** 0.5,
             "moe": moe,
             "vocab_size": min(known(model.vocab_size), MOST_IDS),
-            "window": model.window and min(model.window, WINDOW),
+            "sliding_window": model.sliding_window and min(model.sliding_window, WINDOW),
         }
     )
 
 
 def _fewer(heads: int) -> int:
-    """Return a small number of query heads for a key head: a power of two where `heads` is one."""
+    """Return a small number of query heads per key head. It is a power of two only if `heads` is a
+    power of two."""
     return min(heads, 3 if heads & (heads - 1) else 4)
 
 
 def each_left_out(config: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path of each key that has not the class' default, those in dictionaries first, and
-    the configuration without it. Keys that are sizes stay."""
+    """Yield, for each key that differs from the class's default, its path and the configuration
+    without it; keys in dictionaries come first. Keys that determine sizes are not left out."""
     keys, default = config.to_dict(), type(config)().to_dict()
     shapes = _shapes(config)
     inner = [
@@ -163,23 +174,23 @@ def each_left_out(config: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
         try:
             without = type(config).from_dict(rest if len(path) == 1 else {**keys, path[0]: rest})
             same = _shapes(without) == shapes
-        except Exception:  # whatever the class makes of its values
+        except Exception:  # whatever the class raises for its values
             continue
         if same:
             yield path, without
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a configuration's model, by name."""
+    """Return the shapes of all tensors of the model that a configuration describes, by name."""
     model = config_from_hf(config)
     return {entry.name: entry.shape for entry in entries(TABLE[config.model_type], model)}
 
 
 def difference(config: Any, model: ModelConfig) -> str | None:
-    """Describe how the class' logits differ from the model's; None if only by rounding."""
+    """Describe how the class's logits differ from the model's; None if only rounding differs."""
     model = model.model_copy(update={"dtype": "fp64"})
     found = None
-    for seed in range(1 if model.moe.experts is None else ATTEMPTS):
+    for seed in range(1 if model.moe.num_experts is None else ATTEMPTS):
         rng = torch.Generator().manual_seed(seed)
         parts = list(entries(TABLE[config.model_type], model))
         tensors = {entry.name: _random(entry, model, rng) for entry in parts}
@@ -187,7 +198,7 @@ def difference(config: Any, model: ModelConfig) -> str | None:
         tokens = torch.randint(known(model.vocab_size), shape, generator=rng)
         try:
             theirs = _logits_of_class(config, model, parts, tensors, tokens)
-        except Exception as error:  # whatever the class makes of its values
+        except Exception as error:  # whatever the class raises for its values
             return one_line(error)
         ours = _logits(model, tensors, tokens)
         apart = ((theirs - ours).abs().max() / ours.std()).item()
@@ -198,13 +209,15 @@ def difference(config: Any, model: ModelConfig) -> str | None:
 
 
 def _random(entry: TensorMapping, model: ModelConfig, rng: torch.Generator) -> Tensor:
-    """Weights with which every part of a model has a say: also what is added to variances."""
+    """Return random weights that let every part of a model matter, even the norms' epsilon."""
     values = torch.randn(entry.shape, generator=rng, dtype=torch.float64)
     if entry.name.startswith("embedding."):
         return values * (10 * model.norm_eps) ** 0.5
     if len(entry.shape) > 1:
         return values / entry.shape[-1] ** 0.5
-    is_factor = "norm" in entry.name and entry.name.endswith("weight") and not model.norm_offset
+    is_factor = (
+        "norm" in entry.name and entry.name.endswith("weight") and not model.zero_centered_norm
+    )
     return values / 4 + is_factor
 
 
@@ -215,7 +228,7 @@ def _logits_of_class(
     tensors: Mapping[str, Tensor],
     tokens: Tensor,
 ) -> Tensor:
-    """Compute logits, [b, s, V], as a program does that loads the class from a folder."""
+    """Compute the class's logits, [b, s, V], after loading the class from a folder."""
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -225,11 +238,11 @@ def _logits_of_class(
             name: tensor.clone(memory_format=torch.contiguous_format)
             for entry in parts
             for name, tensor in zip(
-                entry.hf_names, entry.way.split(tensors[entry.name], model), strict=True
+                entry.hf_names, entry.transform.split(tensors[entry.name], model), strict=True
             )
         }
         save_file(found, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        loaded, told = load(
+        loaded, info = load(
             folder,
             dtype=torch.float64,
             attn_implementation="eager",
@@ -238,8 +251,8 @@ def _logits_of_class(
             local_files_only=True,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if told[kind]:
-            raise ConfigError(f"{kind.replace('_', ' ')}: {', '.join(map(str, told[kind]))}")
+        if info[kind]:
+            raise ConfigError(f"{kind.replace('_', ' ')}: {', '.join(map(str, info[kind]))}")
     with torch.no_grad():
         logits: Tensor = loaded.eval()(input_ids=tokens, use_cache=False).logits
     return logits.double()
@@ -247,7 +260,7 @@ def _logits_of_class(
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Let transformers load without lines and bars, and without taking random numbers."""
+    """Silence transformers' messages and progress bars, and restore the random state at the end."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -263,7 +276,7 @@ def _aside() -> Iterator[None]:
 
 
 def _logits(model: ModelConfig, tensors: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    """Compute logits, [b, s, V], by our model."""
+    """Compute the logits, [b, s, V], of megapipe's model."""
     stage = StageSpec(embedding=True, layers=range(model.layers), head=True)
     module = GPTStage(model, stage, Sharding(Axis.alone(), False, torch.float64))
     for owned in owned_parameters(module):

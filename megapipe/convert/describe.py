@@ -1,4 +1,4 @@
-"""Describes a folder of a model or a checkpoint, in lines and as a configuration."""
+"""Descriptions of a model folder or a checkpoint, as lines of text or as a configuration."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.section import Section
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.source import CONFIG, WeightSource
 from megapipe.convert.tensor_files import DTYPES, StoredTensors
+from megapipe.convert.weight_source import CONFIG, WeightSource
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 
 def as_configuration(
     model: ModelConfig, *, tokenizer: str | None = None, load: StorageLocation | None = None
 ) -> str:
-    """A resolved model, with its tokenizer and what its weights are loaded from, as YAML that
-    train.py takes. Keys of the model with their defaults are left out."""
+    """Return a YAML configuration for train.py. `model` is the section model, without settings that
+    have default values, `tokenizer` is data.tokenizer, and `load` is checkpoint.load."""
     fields = _changed(model)
-    if "moe" in fields:
-        fields["moe"] = _changed(model.moe)
+    for name in ("rope", "moe"):
+        if name in fields:
+            fields[name] = _changed(getattr(model, name))
     tree: dict[str, Any] = {"model": fields}
     if tokenizer is not None:
         tree["data"] = {"tokenizer": tokenizer}
@@ -39,7 +40,7 @@ def as_configuration(
 
 
 def _changed(section: Section) -> dict[str, Any]:
-    """The fields that have not their defaults."""
+    """Return the fields with values that differ from the defaults."""
     return {
         name: getattr(section, name)
         for name, info in type(section).model_fields.items()
@@ -48,18 +49,18 @@ def _changed(section: Section) -> dict[str, Any]:
 
 
 def line_of_balance(model: ModelConfig) -> str | None:
-    """Tell with which balance of experts a folder's model is trained, if not with the default."""
-    balance, usual = model.moe.balance, MoEConfig().balance
-    if model.moe.experts is None or balance == usual:
+    """Describe the auxiliary loss coefficient; None if it is the default or without experts."""
+    balance, usual = model.moe.aux_loss_coeff, MoEConfig().aux_loss_coeff
+    if model.moe.num_experts is None or balance == usual:
         return None
     return (
-        f"by its {CONFIG} the model is trained with model.moe.balance={balance:g}: a run without "
-        f"this key takes {usual:g}"
+        f"the {CONFIG} says that the model is trained with "
+        f"model.moe.aux_loss_coeff={balance:g}: a run that does not set it uses {usual:g}"
     )
 
 
 def lines_of_files(files: StoredTensors) -> Iterator[str]:
-    """Sizes and types of the tensors in a folder."""
+    """Yield lines with the sizes and types of the tensors in a folder."""
     values = sum(prod(stored.shape) for stored in files.tensors.values())
     nbytes = sum((files.folder / file).stat().st_size for file in files.files)
     dtypes = sorted({stored.dtype for stored in files.tensors.values()})
@@ -70,11 +71,11 @@ def lines_of_files(files: StoredTensors) -> Iterator[str]:
     if files.note is not None:
         yield files.note
     if odd := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        yield f"types that are not read here: {', '.join(odd)}"
+        yield f"types that megapipe does not read: {', '.join(odd)}"
 
 
 def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
-    """The family and the sizes of a model of Hugging Face's."""
+    """Yield lines with the family and the sizes of a Hugging Face model."""
     row, model = folder.row, folder.model
     yield f"{folder.path}: {row.model_type} ({row.model_class})"
     yield from lines_of_files(folder.files)
@@ -84,13 +85,13 @@ def lines_of_folder(folder: HuggingFaceFolder) -> Iterator[str]:
 
 
 def lines_of_source(source: WeightSource, kind: str) -> Iterator[str]:
-    """Where a model is of somebody else's `kind`, and its sizes."""
+    """Yield lines with the path and the sizes of a model. `kind`: printed name of its format."""
     yield f"{source.path}: {kind}"
     yield _sizes(source.model, sum(prod(shape) for shape in source.shapes().values()))
 
 
 def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
-    """Where a checkpoint comes from, its sizes, and which classes can express its model."""
+    """Yield lines about a checkpoint: origin, sizes, and Hugging Face classes for its export."""
     manifest = checkpoint.manifest
     layout = " x ".join(f"{name} {size}" for name, size in manifest.layout.items())
     yield f"{checkpoint.path}: checkpoint of step {manifest.step} by {layout}"
@@ -106,20 +107,20 @@ def lines_of_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
     )
     lora = stored_lora(manifest.config)
     if lora.rank is not None:
-        yield f"adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
+        yield f"adapters of rank {lora.rank} on {', '.join(lora.targets)}"
     model = stored_model(manifest.config)
     if model.source is not None:
-        yield f"model.source={model.source}, a model of your own: no class of Hugging Face's"
+        yield f"model.source={model.source} is a user model: no Hugging Face class expresses it"
         return
     yield _sizes(model, sum(prod(entry.shape) for entry in weights.values()))
     fitting = [name for name, row in TABLE.items() if not list(row.misfits(model))]
     if fitting:
-        yield f"classes of Hugging Face's that express it: {', '.join(fitting)}"
+        yield f"Hugging Face classes that express it: {', '.join(fitting)}"
         return
     try:
         row_of(model)
     except ConfigError as error:
-        yield f"no class of Hugging Face's expresses it: {error}"
+        yield f"no Hugging Face class expresses it: {error}"
 
 
 def _sizes(model: ModelConfig, parameters: int) -> str:

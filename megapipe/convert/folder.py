@@ -1,4 +1,5 @@
-"""A folder of a model as transformers saves it, read by the names and regions of checkpoints."""
+"""A model folder as transformers saves it, with the interface of a checkpoint: global tensors by
+megapipe's names, read by regions."""
 
 from __future__ import annotations
 
@@ -17,45 +18,45 @@ from megapipe.cli import flatten
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.convert.class_check import check_class
-from megapipe.convert.source import CONFIG, KIND
 from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
+from megapipe.convert.weight_source import CONFIG, KIND
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import class_named, config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, HFClass
 from megapipe.model.gpt.hf.weights import TensorMapping, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 
 class HuggingFaceFolder:
-    """Config and weights; of the weights only names, shapes and types are held.
+    """Config and weights of a model; only names, shapes and types of the weights are in memory.
 
-    Make one with :meth:`open`. It takes the place of a checkpoint that has weights alone.
+    Make one with :meth:`open`. A folder can replace a checkpoint that has only weights.
     """
 
     def __init__(self, path: Path, row: HFClass, model: ModelConfig, files: StoredTensors) -> None:
         self.path = path
         self.row = row
         self.files = files
-        self._given = full_names(row, files.tensors)
-        self._entries = {e.name: e for e in entries_in(row, model, self._given.keys())}
+        self._stored_names = full_names(row, files.tensors)
+        self._entries = {e.name: e for e in entries_in(row, model, self._stored_names.keys())}
         self._check(model)
         weights = (entry for entry in self._entries.values() if not entry.is_buffer)
         used = (name for entry in weights for name in entry.hf_names)
-        dtype = widest({files.dtype(self._given[name]) for name in used})
+        dtype = widest({files.dtype(self._stored_names[name]) for name in used})
         self.model = model.model_copy(update={"dtype": dtype})
-        """The resolved model, in the type that holds all tensors without loss."""
+        """Resolved model, with a type that holds the values of all tensors without loss."""
 
     @classmethod
     def open(cls, path: Path, *, compare: bool = True) -> HuggingFaceFolder:
         """Read config and headers, and compare names and shapes of all tensors with the model's.
 
         Args:
-            compare: as of :func:`read_model`.
+            compare: whether to check that the class computes the same as megapipe.
 
         Raises:
-            ConfigError: another family, or a value that cannot be expressed here.
+            ConfigError: megapipe cannot express the model's family, or a value of the config.
             CheckpointError: a file is missing or damaged; a tensor is missing, unexpected, or of
                 another shape or type; tied embeddings differ.
         """
@@ -63,21 +64,22 @@ class HuggingFaceFolder:
 
     @classmethod
     def of(cls, path: Path, model_type: str, model: ModelConfig) -> HuggingFaceFolder:
-        """As :meth:`open`, where somebody has read the config: its class and what it describes."""
+        """Open a folder whose config is read already; :func:`read_model` has returned `model_type`
+        and `model`. Reads headers and checks tensors as :meth:`open` does."""
         return cls(path, TABLE[model_type], model, TensorFiles.open(path))
 
     @property
     def config(self) -> Mapping[str, JsonValue]:
-        """The keys of the model section, as checkpoints have them."""
+        """Settings of the section `model`, by full name ("model.layers"), as in a checkpoint."""
         keys = flatten(Config(model=self.model))
         return {key: value for key, value in keys.items() if key.startswith("model.")}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global tensors by the names of checkpoints, ``model/...``."""
+        """Return the shapes of the global tensors by their names in checkpoints, ``model/...``."""
         return {f"{KIND}{name}": entry.shape for name, entry in self._entries.items()}
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that exactly these tensors are there. Raises CheckpointError."""
+        """Check that the folder has exactly the tensors `shapes`. Raises CheckpointError."""
         own = self.shapes()
         for name in sorted(own.keys() | shapes.keys()):
             if own.get(name) != shapes.get(name):
@@ -87,15 +89,15 @@ class HuggingFaceFolder:
                 )
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A region of a global tensor (default: all of it), as a new host tensor.
+        """Return a region of a global tensor (default: all of it), as a new host tensor.
 
-        Slices of the files are read where the rows of the tensor are rows of theirs, in groups of
-        heads for queries, keys and values; else all of the tensor. Raises CheckpointError.
+        Only the needed slices are read if the tensor's rows (head groups, for queries, keys and
+        values) are also rows in the files, otherwise the whole tensor. Raises CheckpointError.
         """
         entry = self._entries[name.removeprefix(KIND)]
         region = whole(entry.shape) if region is None else region
         index = region.inside(whole(entry.shape))
-        names = [self._given[each] for each in entry.hf_names]
+        names = [self._stored_names[each] for each in entry.hf_names]
         if entry.arrangement == "same":
             return self.files.read(names[0], index)
         if entry.arrangement == "transposed":
@@ -109,14 +111,14 @@ class HuggingFaceFolder:
         if entry.arrangement == "apart":
             return self._groups(entry, names, index)
         parts = tuple(self.files.read(each) for each in names)
-        return entry.way.join(parts, self.model)[index].contiguous()
+        return entry.transform.join(parts, self.model)[index].contiguous()
 
     def read_into(self, out: Tensor, name: str, region: Region) -> None:
-        """Fill `out` with a region; see :meth:`read`."""
+        """Fill `out` with a region of a global tensor. Raises CheckpointError."""
         out.copy_(self.read(name, region))
 
     def _groups(self, entry: TensorMapping, names: list[str], index: tuple[slice, ...]) -> Tensor:
-        """Rows of queries, keys and values, by the groups of heads that the rows are in."""
+        """Return the slices `index` of a joint qkv tensor; only their head groups are read."""
         model, rows = self.model, index[0]
         width, queries = known(model.head_dim), model.heads // known(model.kv_heads)
         height = (queries + 2) * width
@@ -130,10 +132,11 @@ class HuggingFaceFolder:
             for name, n in zip(names, heights, strict=True)
         )
         start = first * height
-        return entry.way.join(parts, some)[rows.start - start : rows.stop - start].contiguous()
+        joined = entry.transform.join(parts, some)
+        return joined[rows.start - start : rows.stop - start].contiguous()
 
     def _check(self, model: ModelConfig) -> None:
-        left = dict(self._given)
+        left = dict(self._stored_names)
         for entry in self._entries.values():
             for name, shape in zip(entry.hf_names, entry.hf_shapes(model), strict=True):
                 if name not in left:
@@ -157,7 +160,7 @@ class HuggingFaceFolder:
             )
 
     def _check_tied(self, head: str) -> None:
-        (embedding,) = (self._given[name] for name in self._entries[WORD_EMBEDDING].hf_names)
+        (embedding,) = (self._stored_names[name] for name in self._entries[WORD_EMBEDDING].hf_names)
         if not self.files.equal(head, embedding):
             raise CheckpointError(
                 f"{self.path}: {head} differs from {embedding}, but {CONFIG} ties them; expected "
@@ -168,7 +171,8 @@ class HuggingFaceFolder:
 def _of_stacked(
     entry: TensorMapping, names: list[str], index: tuple[slice, ...]
 ) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """Names and slices to be read, in order, of a tensor that is a stack of others."""
+    """Yield, in order, the stored tensors (by name) and the slices of them that make up the slices
+    `index` of a stack. Yield nothing if `entry` is not a stack."""
     outer = range(entry.shape[0])[index[0]]
     if entry.arrangement == "stacked":
         yield from ((names[i], index[1:]) for i in outer)
@@ -184,14 +188,14 @@ def _of_stacked(
 
 
 def read_model(path: Path, *, compare: bool = True) -> tuple[str, ModelConfig]:
-    """Read the class, by its ``model_type``, and the model that the config of a folder describes.
+    """Read the config of a folder; return the class's ``model_type`` and the resolved model.
 
     Args:
-        compare: find out, which may take seconds, whether the class computes this model.
+        compare: check whether the class computes the same as megapipe, which may take seconds.
 
     Raises:
-        ConfigError: another family, or a value that cannot be expressed here or makes the class
-            another model than ours.
+        ConfigError: megapipe cannot express the model's family or a value of the config, or the
+            class computes another model from the config.
         CheckpointError: there is no config.
     """
     config = _read_config(path)
@@ -201,13 +205,15 @@ def read_model(path: Path, *, compare: bool = True) -> tuple[str, ModelConfig]:
             check_class(config)
     except ConfigError as error:
         raise ConfigError(f"{path / CONFIG}: {error}") from None
-    except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # 0 heads, say
-        raise ConfigError(f"{path / CONFIG} describes no model: {one_line(error)}") from error
+    except (ArithmeticError, LookupError, TypeError, AttributeError) as error:  # such as 0 heads
+        raise ConfigError(
+            f"{path / CONFIG} does not describe a model: {one_line(error)}"
+        ) from error
     return config.model_type, model
 
 
 def _read_config(path: Path) -> Any:
-    """The config of a folder, of its class in transformers."""
+    """Return the config of a folder, as an object of transformers."""
     content = read_json(path / CONFIG)
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in TABLE:
@@ -217,12 +223,12 @@ def _read_config(path: Path) -> Any:
         )
     if (quantized := content.get("quantization_config")) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        told = json.dumps(quantized) if method is None else method
+        described = json.dumps(quantized) if method is None else method
         raise ConfigError(
-            f"{path / CONFIG}: quantization_config ({told}): quantized weights are not read; "
-            "expected a folder of the model in bf16, fp16, fp32 or fp64, without this key"
+            f"{path / CONFIG}: quantization_config ({described}): megapipe does not read quantized "
+            "weights: expected the model in bf16, fp16, fp32 or fp64, without this key"
         )
     try:
         return class_named(TABLE[model_type].config_class).from_dict(content)
-    except Exception as error:  # whatever the class makes of its values
+    except Exception as error:  # whatever the class raises for its values
         raise ConfigError(f"{path / CONFIG}: {one_line(error)}") from error

@@ -1,10 +1,10 @@
-"""Pickled files of other trainers, read without running what they say.
+"""Pickled files of other trainers, read without running code in them.
 
-A pickle is a program: it names functions of any installed package, which its reader calls. Here a
-name counts only if it is torch's way to make a tensor, or plain data. Of classes that lie beside
-the weights in such files (states of random numbers, of Transformer Engine) nothing is imported
-either: a :class:`StandIn` takes the place of their objects. Any other name is refused, unless the
-user says that the file is to be trusted.
+A pickle is a program: it names functions of any installed package, and the unpickler calls them.
+This module accepts a name only if it stands for plain data or for a torch function that makes a
+tensor. Some other classes in the files (states of random generators, of Transformer Engine) are not
+imported: a :class:`StandIn` replaces each object of such a class. Any other name is refused, unless
+the user trusts the file.
 """
 
 from __future__ import annotations
@@ -19,60 +19,57 @@ from typing import Any
 import torch
 
 from megapipe.errors import CheckpointError
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 TRUST = "--trust-pickle"
-TRUST_MEANS = (
-    "let a pickled file run any code of its own, as this user; without it one that would is refused"
-)
+TRUST_MEANS = "allow pickled files to run arbitrary code as this user (default: refuse them)"
 
 _BESIDE_WEIGHTS = (
     *("megatron.", "transformer_engine.", "numpy.", "torch.distributed.checkpoint.planner."),
     *("io.BytesIO", "_io.BytesIO", "signal.Signals", "types.SimpleNamespace", "pathlib."),
-    "builtins.getattr",  # how Python 3.11 pickles a member of an enumeration
+    "builtins.getattr",  # how Python 3.11 pickles an enumeration member
 )
-"""Beginnings of names whose objects nothing here looks at."""
+"""Prefixes of the names of classes whose objects megapipe does not use."""
 
 
 class StandIn:
-    """An object of a class that is not imported. It takes what a pickle gives to such an object,
-    and keeps none of it."""
+    """A replacement for an object of a class that is not imported. It accepts and discards all data
+    that a pickle passes to the object."""
 
     def __new__(cls, *args: object) -> StandIn:
-        """An object, whatever the class would have been given."""
+        """Make an object; accepts any arguments."""
         return super().__new__(cls)
 
     def __init__(self, *args: object) -> None:
-        """Nothing is kept."""
+        """Discard the arguments."""
 
     def __setstate__(self, state: object) -> None:
-        """Nothing is kept."""
+        """Discard the state."""
 
 
 def is_beside_weights(name: str) -> bool:
-    """Whether a :class:`StandIn` may take the place of objects of ``module.class``."""
+    """Whether a :class:`StandIn` may replace objects of the class `name`, ``module.class``."""
     return name.startswith(_BESIDE_WEIGHTS)
 
 
 def untrusted(path: Path, name: str) -> CheckpointError:
-    """The error for a file that names `name`, which is no tensor and no plain data."""
+    """Return the error for a pickle that names `name`, which is neither plain data nor a tensor."""
     return CheckpointError(
-        f"{path}: it is pickled and would run {name}; {TRUST} allows that, for a file of somebody "
-        "you trust"
+        f"{path} is pickled and would run {name}: pass {TRUST} if you trust its author"
     )
 
 
 def load(path: Path, *, trust: bool) -> Any:
-    """The content of a file that ``torch.save`` has written; tensors are mapped, not read.
+    """Return the content of a file that ``torch.save`` wrote; tensors are memory-mapped, not read.
 
-    With `trust` the file may run any code, as ``pickle.load`` lets it.
+    With `trust` the file may run any code, as with ``pickle.load``.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or needs trust that it does not have.
+        CheckpointError: the file is missing or damaged, or runs code and is not trusted.
     """
     try:
         with path.open("rb") as file:
-            mapped = zipfile.is_zipfile(file)  # not so before torch 1.6
+            mapped = zipfile.is_zipfile(file)  # False for files from before torch 1.6
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
@@ -82,18 +79,19 @@ def load(path: Path, *, trust: bool) -> Any:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError:  # torch's text has a page of advice
+    except pickle.UnpicklingError:  # torch's message is a page of advice
         raise CheckpointError(
-            f"{path}: damaged, or it cannot be read without {TRUST}, which runs code of its own"
+            f"{path} is damaged, or it needs {TRUST}, which runs code from the file"
         ) from None
-    except Exception as error:  # whatever a damaged file, or code of a trusted one, brings up
+    except Exception as error:  # whatever a damaged file, or code of a trusted one, raises
         raise CheckpointError(
-            f"{path}: not a whole file of torch.save: {one_line(error)}"
+            f"{path} is not a complete torch.save file: {one_line(error)}"
         ) from None
 
 
 def _allowed(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Names that the file may have beside torch's own. Raises CheckpointError for any other."""
+    """Return the names in a pickle that ``torch.load`` has to accept besides torch's own. Raises
+    CheckpointError for a name that could run code."""
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [Namespace]
     for name in sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)):
         if is_beside_weights(name):

@@ -1,4 +1,4 @@
-"""Tensors into safetensors shards of bounded size, one tensor in memory at a time."""
+"""Writing of tensors to safetensors shard files of bounded size, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Named = tuple[str, tuple[int, ...], Dtype]
 
 
 def plan(tensors: Iterable[Named], most: int) -> dict[str, list[Named]]:
-    """The tensors of each file, of at most `most` bytes of data or a single tensor; by name, as
-    transformers names them."""
+    """Return the tensors of each shard file, by file name as in transformers. A file has at most
+    `most` bytes, or one larger tensor."""
     shards: list[list[Named]] = [[]]
     size = 0
     for name, shape, dtype in tensors:
@@ -43,12 +43,13 @@ def write(
     folder: Path,
     planned: dict[str, list[Named]],
     values: Iterable[tuple[str, Tensor]],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Write the files of :func:`plan`, and an index of several.
+    """Write the files of :func:`plan`, and an index if there are several.
 
-    `values` are all tensors by name, in the order of the plan, and of its shapes and type. `tell`
-    is given a line after each file. Raises :class:`CheckpointError` if one cannot be written.
+    `values` yields all tensors with their names, in the plan's order and with its shapes and types.
+    `report` is called with a line after each file. Raises :class:`CheckpointError` if a file cannot
+    be written.
     """
     names = {kind: name for name, kind in DTYPES.items()}
     coming, total = iter(values), 0
@@ -65,7 +66,7 @@ def write(
                 assert kind == (name, shape, TORCH_DTYPES[dtype]), (kind, name, shape)
                 out.write(bytes_of(tensor.contiguous()))
         total += sum(nbytes for *_, nbytes in rows)
-        tell(f"{file}: {len(tensors):,} tensors, {total / 1e9:,.3f} GB so far")
+        report(f"{file}: {len(tensors):,} tensors, {total / 1e9:,.3f} GB so far")
     if len(planned) > 1:
         weight_map = {name: file for file, tensors in planned.items() for name, *_ in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

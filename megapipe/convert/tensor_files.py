@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: one, or shards with an index; read by slices."""
+"""The safetensors files of a folder, one or several with an index; tensors are read by slices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megapipe.errors import CheckpointError
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.text import one_line
 from megapipe.util.dtypes import Dtype
-from megapipe.words import one_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,24 +26,24 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""Types of weights, by their names in safetensors."""
+"""Types that weights may have, by their names in safetensors."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file."""
+    """File, type and shape of a tensor."""
 
     file: str
     dtype: str
-    """As safetensors calls it."""
+    """Name of the tensor's type in safetensors."""
     shape: tuple[int, ...]
 
 
 class StoredTensors(ABC):
-    """Tensors that files of a folder have, none of which is held."""
+    """Tensors in files of a folder; none is kept in memory."""
 
     rows_at_once = 4096
-    """Of two tensors that are compared."""
+    """Number of rows that :meth:`equal` compares at a time."""
 
     def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         self.folder = folder
@@ -56,13 +56,13 @@ class StoredTensors(ABC):
 
     @property
     def note(self) -> str | None:
-        """A line on what somebody may not expect of them."""
+        """A line of text about something unexpected in the files; None if there is nothing."""
         return None
 
     @abstractmethod
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """A new contiguous tensor of the `index` of a tensor (default: all of it). Raises
-        CheckpointError."""
+        """Return the slices `index` of a tensor (default: all of it) as a new contiguous tensor.
+        Raises CheckpointError."""
 
     def equal(self, a: str, b: str) -> bool:
         """Whether two tensors have the same shape, type and values. Raises CheckpointError."""
@@ -74,7 +74,7 @@ class StoredTensors(ABC):
         return all(torch.equal(self.read(a, block), self.read(b, block)) for block in blocks)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor. Raises CheckpointError for one that is not of weights."""
+        """Return the type of a tensor. Raises CheckpointError for a type that cannot be read."""
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
             raise CheckpointError(
@@ -85,14 +85,14 @@ class StoredTensors(ABC):
 
 
 class TensorFiles(StoredTensors):
-    """Those of safetensors files. Make one with :meth:`open`."""
+    """Tensors in safetensors files. Make one with :meth:`open`."""
 
     @classmethod
     def open(cls, folder: Path) -> TensorFiles:
         """Read the headers of all files.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or not as the index has it.
+            CheckpointError: a file is missing, damaged, or differs from the index.
         """
         index = _read_index(folder)
         tensors: dict[str, StoredTensor] = {}
@@ -100,11 +100,15 @@ class TensorFiles(StoredTensors):
             if not (folder / file).is_file():
                 raise CheckpointError(f"{folder}: the shard {file} is missing, which {INDEX} names")
             found = _read_header(folder / file)
-            wanted = found if index is None else {n for n, where in index.items() if where == file}
+            wanted = (
+                found
+                if index is None
+                else {n for n, named_file in index.items() if named_file == file}
+            )
             if odd := sorted(found.keys() ^ set(wanted)):
-                place, other = (file, INDEX) if odd[0] in found else (INDEX, file)
+                present_in, absent_in = (file, INDEX) if odd[0] in found else (INDEX, file)
                 raise CheckpointError(
-                    f"{folder}: tensor {odd[0]} is in {place} but not in {other} "
+                    f"{folder}: tensor {odd[0]} is in {present_in} but not in {absent_in} "
                     f"({len(odd)} such tensors)"
                 )
             tensors |= found
@@ -117,14 +121,17 @@ class TensorFiles(StoredTensors):
 
     @property
     def note(self) -> str | None:
-        """A line on files that are there and not read."""
+        """A line of text about files that exist and are not read; None if there are none."""
         if self.files == [SINGLE] and (self.folder / INDEX).exists():
-            return f"{self.folder / SINGLE} is read, as by transformers, not {INDEX} beside it"
+            return (
+                f"{self.folder / SINGLE} is read, as transformers does, and {INDEX} in the "
+                "same folder is not"
+            )
         return None
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """A new contiguous tensor of the `index` of a tensor (default: all of it). Only that much
-        of the file is read."""
+        """Return the slices `index` of a tensor (default: all of it) as a new contiguous tensor.
+        Only these slices are read from the file."""
         path = self.folder / self.tensors[name].file
         self.dtype(name)
         try:
@@ -136,7 +143,7 @@ class TensorFiles(StoredTensors):
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> Dtype:
-    """The type that holds the values of all these types of weights, of which there is one."""
+    """Return the type that holds all values of one or more types of weights."""
     found, *others = dtypes
     for dtype in others:
         found = torch.promote_types(found, dtype)
@@ -144,32 +151,32 @@ def widest(dtypes: Iterable[torch.dtype]) -> Dtype:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor; None for a folder with a single file, which comes first."""
+    """Return the index: each tensor's file. A single file has priority; then return None."""
     path = folder / INDEX
     if (folder / SINGLE).is_file():
         return None
     if not path.exists():
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         other = f"; {pickled[0]} is pickled, and not read" if pickled else ""
-        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there{other}")
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{other}")
     content = read_json(path)
     index = content.get("weight_map")
     if not isinstance(index, dict) or not index:
         raise CheckpointError(f"{path}: it has no weight_map")
     for name, file in index.items():
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
-            raise CheckpointError(f"{path}: {file!a}, for tensor {name}, is no name of a file")
+            raise CheckpointError(f"{path}: {file!a}, for tensor {name}, is not a file name")
     return index
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file. Raises CheckpointError."""
+    """Return the mapping in a JSON file. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no JSON: {one_line(error)}") from None
+        raise CheckpointError(f"{path} is not JSON: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return content
@@ -184,4 +191,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 for name, found in slices
             }
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {one_line(error)}"
+        ) from None

@@ -1,4 +1,4 @@
-"""Tokenizers as the files that `transformers.AutoTokenizer` reads."""
+"""Writes tokenizers as files that `transformers.AutoTokenizer` reads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ SAMPLES = (
     "Größe: 5 €, naïve, e\u0301 \u1112\u1161\u11ab \u2126 \ufb01\u00a0;",
     "日本語のテキスト。русский текст, ελληνικά, עברית, हिन्दी, 🙂👩\u200d🚀",
 )
-"""Texts in which what tokenizers do first differs: words, numbers, spaces, composed characters."""
+"""Texts that tokenizers often encode differently: words, numbers, spaces, composed letters."""
 
 
 def save_tokenizer(
     tokenizer: Tokenizer, name: str, folder: Path, most_tokens: int, *, opens: bool = False
 ) -> bool:
-    """Write the files of the tokenizer that :func:`~megapipe.data.tokenizer.load_tokenizer` has
-    made of `name`; of a model that reads `most_tokens`. With `opens` it puts the end of a document
-    before a text, as ``generate`` does for a run. False: it has no files (tiktoken)."""
+    """Write the files of a tokenizer to `folder`; return False for tiktoken, which has no files.
+
+    `name` is the name that :func:`~megapipe.data.tokenizer.load_tokenizer` got, `most_tokens` the
+    model's maximum sequence length. With `opens` the saved tokenizer prepends the EOS token to a
+    text, as ``generate`` does.
+    """
     found = _of_transformers(tokenizer, name)
     if found is None:
         return False
@@ -36,17 +39,18 @@ def save_tokenizer(
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        # its name in transformers 4, which version 5 knows too
+        # its name in transformers 4, which version 5 accepts too
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(f"{json.dumps(settings, indent=2, sort_keys=True)}\n", encoding="utf-8")
     return True
 
 
 def same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether ``AutoTokenizer`` gives some texts the same ids by the files in `folder`.
+    """Whether ``AutoTokenizer``, with the files in `folder`, encodes the texts :data:`SAMPLES` like
+    `tokenizer`.
 
-    For some model types it takes a class of its own whatever the files say, as transformers 5 does
-    for qwen2: with the words of that family's tokenizer, and composed characters.
+    For some model types ``AutoTokenizer`` ignores the files and uses the family's own tokenizer
+    class. For qwen2, transformers 5 then splits words differently and normalizes Unicode.
     """
     from transformers import AutoTokenizer
 
@@ -59,8 +63,8 @@ def same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def opens_documents(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether ``AutoTokenizer`` puts the end of a document, and nothing else, before and behind a
-    text by the files in `folder`."""
+    """Whether ``AutoTokenizer``, with the files in `folder`, puts the EOS token before a text, and
+    no other token before or after it."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -69,16 +73,18 @@ def opens_documents(tokenizer: Tokenizer, folder: Path) -> bool:
 
 
 def _open_documents(backend: Any, eod: int) -> None:
-    """Have a ``tokenizers.Tokenizer`` put the token `eod` before each text, in the place of the
-    tokens that it puts anywhere else."""
+    """Make a ``tokenizers.Tokenizer`` put the token `eod` before each text, and add no other
+    token."""
     from tokenizers import processors
 
-    mark = backend.id_to_token(eod)
+    eod_token = backend.id_to_token(eod)
     opening: Any = processors.TemplateProcessing(
-        single=[mark, "$A"], pair=[mark, "$A", f"{mark}:1", "$B:1"], special_tokens=[(mark, eod)]
+        single=[eod_token, "$A"],
+        pair=[eod_token, "$A", f"{eod_token}:1", "$B:1"],
+        special_tokens=[(eod_token, eod)],
     )
     before = backend.post_processor
-    if isinstance(before, processors.ByteLevel):  # which tells the places of tokens
+    if isinstance(before, processors.ByteLevel):  # it computes the offsets of tokens
         opening = processors.Sequence([before, opening])
     backend.post_processor = opening
 
@@ -87,7 +93,7 @@ def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(tokenizer, ByteTokenizer):
-        # split_special_tokens: an end mark that is spelled out in a text is text, as in a run
+        # split_special_tokens: an end mark spelled out in a text is text, like in a run
         return PreTrainedTokenizerFast(
             tokenizer_object=byte_backend(),
             eos_token=END,
@@ -106,13 +112,13 @@ def _of_transformers(tokenizer: Tokenizer, name: str) -> Any:
     source = str(path) if exists(path) else name
     return AutoTokenizer.from_pretrained(
         source, trust_remote_code=False, local_files_only=True
-    )  # loaded before, so it is in the local copy of the hub
+    )  # it has been loaded before, so it is in the local hub cache
 
 
 def byte_backend() -> Any:
-    """A ``tokenizers.Tokenizer`` with the ids of :class:`ByteTokenizer`: 256 bytes, written as the
-    characters that stand for them in byte-level BPE (Radford et al., 2019), no merges, and a mark
-    that no text has."""
+    """Return a ``tokenizers.Tokenizer`` with the ids of :class:`ByteTokenizer`: no merges, 256
+    bytes in the characters of byte-level BPE (Radford et al., 2019), and an EOS token that no text
+    contains."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -126,7 +132,8 @@ def byte_backend() -> Any:
 
 
 def byte_characters() -> list[str]:
-    """The character of each byte: itself if it can be seen in Latin-1, else one from U+0100 on."""
+    """Return each byte's character in byte-level BPE: itself if visible in Latin-1, else one from
+    U+0100 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

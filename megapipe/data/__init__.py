@@ -1,1 +1,1 @@
-"""Corpora, tokenizers, token files and batches; nothing here knows of ranks."""
+"""Corpora, tokenizers, token files and batches; nothing here depends on ranks."""

@@ -1,4 +1,4 @@
-"""Rows of token and label tensors for given sample numbers."""
+"""Token and label tensors of samples, looked up by the samples' numbers in the run."""
 
 from __future__ import annotations
 
@@ -14,65 +14,72 @@ from megapipe.data.dataset import Dataset, Sample
 from megapipe.data.mixture import Draw
 from megapipe.data.packing import PackedDataset
 from megapipe.errors import DataError
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 Order = Callable[[int], int | None]
-"""The sample that is drawn at a number, counted from 0; None: there are no more."""
+"""Function that maps a draw (a sample's position in the sequence of all samples taken from a data
+set) to the index of the sample in the data set; None after the last sample."""
 
 
 class Mixing(Protocol):
-    """The source of each sample of a run, of several."""
+    """Assigns a source to each sample of a run with several sources."""
 
     def __call__(self, sample: int) -> Draw:
-        """Source and number there of a sample. Raises DataError where there are no more."""
+        """Return source and draw of sample number `sample` of the run. Raises DataError if the
+        sources are used up."""
 
     def taken(self, samples: int) -> list[int]:
-        """Samples of each source among the first `samples` of the run."""
+        """Return how many of the first `samples` samples of the run come from each source."""
 
 
 @dataclass(frozen=True)
 class SampleSource:
-    """A data set, and the order in which its samples are drawn."""
+    """A data set, and the order in which samples are drawn from it."""
 
     dataset: Dataset
     sample_at: Order
     name: str = ""
-    """Given where there are several."""
+    """Name of the source; "" for a single source."""
 
 
 class Origin(NamedTuple):
-    """The place of a row in the data."""
+    """Where a sample of the run comes from."""
 
     source: str
+    """Name of the source."""
     draw: int
-    """Samples of the source that came before, over all epochs."""
+    """Number of earlier samples of the same source, over all epochs."""
     sample: int
+    """Index of the sample in the source's data set."""
 
 
 class Samples(NamedTuple):
-    """b samples of s positions."""
+    """Tensors of a batch of b samples of s positions."""
 
     tokens: torch.Tensor
-    """[b, s] int64."""
+    """Token ids, [b, s] int64."""
     labels: torch.Tensor
-    """[b, s] int64."""
+    """Labels, [b, s] int64."""
     mask: torch.Tensor
-    """[b, s]: what counts in the loss, bool; of several sources uint8, 0 or 1 + the source."""
+    """Which labels count in the loss, [b, s] bool. With several sources [b, s] uint8: 0 if the
+    label does not count, else 1 + the index of the source."""
     documents: torch.Tensor | None = None
-    """[b, s] int64: number of the document of each token in its row, where several are packed."""
+    """Index of each token's document in its sample, [b, s] int64; None for samples not packed."""
 
 
 class Batches:
-    """Turns global sample numbers into tensors; holds no position, so a resume needs no state.
+    """Makes the tensors of a batch, given the numbers of its samples in the run.
+
+    This object has no state that a resume must restore. A number beyond the last sample gives a
+    sample without loss, which fills up a short last batch.
 
     Args:
-        sources: where the samples come from.
-        mixture: which source each is from, where there are several.
-        order: what a checkpoint keeps, for the rest of the run to be dealt alike.
-        vocab_size: token ids must be below it.
-        mask_document_ends: leave the prediction of `eod` out of the loss.
-        eod: the id that ends a document; also fills what is masked. A number beyond the last sample
-            gives a masked row, which fills up a short last batch.
+        sources: the data sets that samples are drawn from.
+        mixture: the source of each sample, if there are several sources.
+        order: description of the order of samples; a checkpoint stores it for resumed runs.
+        vocab_size: upper limit of token ids, exclusive.
+        mask_document_ends: whether the prediction of `eod` is left out of the loss.
+        eod: id of the end-of-document (EOS) token, which also fills masked positions.
     """
 
     def __init__(
@@ -95,16 +102,16 @@ class Batches:
         self._length = sources[0].dataset.sequence_length
 
     def __len__(self) -> int:
-        """Samples of all sources, each once."""
+        """Return the number of samples of all sources, each counted once."""
         return sum(len(source.dataset) for source in self.sources)
 
     @property
     def names(self) -> list[str]:
-        """Of the sources of a mixture; none where there is but one."""
+        """Names of the sources of a mixture; [] for a single source."""
         return [source.name for source in self.sources] if self.mixture is not None else []
 
     def notes(self) -> Iterator[str]:
-        """A line for each source whose samples have padding."""
+        """Yield a line for each source whose samples have padding."""
         for source in self.sources:
             if isinstance(source.dataset, PackedDataset):
                 name = f"{source.name}: " if source.name else ""
@@ -115,17 +122,18 @@ class Batches:
                 )
 
     def taken(self, samples: int) -> list[int]:
-        """Of the first `samples` samples of a mixture, those of each source."""
+        """Return how many of the first `samples` samples of the run come from each source; []
+        without a mixture."""
         return [] if self.mixture is None else self.mixture.taken(samples)
 
     def origin(self, number: int) -> Origin | None:
-        """Where a sample of the run is from; None: there is no such sample."""
+        """Return where sample `number` of the run comes from; None if it does not exist."""
         source, draw = self._draw(number)
         sample = self.sources[source].sample_at(draw)
         return None if sample is None else Origin(self.sources[source].name, draw, sample)
 
     def rows(self, global_indices: Sequence[int]) -> Samples:
-        """Input tokens, labels and the mask of what counts in the loss, for b sample numbers.
+        """Return the tensors of the samples whose numbers in the run are `global_indices` [b].
 
         Raises:
             DataError: a token id is outside the vocabulary, or the mixture is used up.
@@ -159,12 +167,12 @@ class Batches:
         return found if documents is None else found._replace(documents=torch.from_numpy(documents))
 
     def _draw(self, number: int) -> Draw:
-        """Source of a number of the run, and the draw there."""
+        """Return the source of sample `number` of the run, and the draw in that source."""
         return Draw(0, number) if self.mixture is None else self.mixture(number)
 
     def _check(self, dataset: Dataset, sample: Sample, index: int) -> None:
         for ids, label in ((sample.tokens, False), (sample.labels, True)):
-            if ids.view(np.uint64).max() < self.vocab_size:  # as such those below 0 are the largest
+            if ids.view(np.uint64).max() < self.vocab_size:  # unsigned, ids below 0 are largest
                 continue
             wrong = (ids < 0) | (ids >= self.vocab_size)
             if label:
@@ -172,6 +180,6 @@ class Batches:
             if wrong.any():
                 at = int(wrong.argmax())
                 raise DataError(
-                    f"token id {ids[at]} at {dataset.place(index, at, label=label)} is "
+                    f"token id {ids[at]} at {dataset.describe_position(index, at, label=label)} is "
                     f"outside the vocabulary (0 to {self.vocab_size - 1})"
                 )

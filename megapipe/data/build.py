@@ -1,4 +1,4 @@
-"""Batches of a run, from its configuration and its corpora."""
+"""Batches of a run, made from the run's configuration and corpora."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megapipe.config.data import DataConfig, source_key
 from megapipe.data.batch import Batches, Mixing, SampleSource
 from megapipe.data.dataset import Corpus, Dataset, Split, Stream, TokenDataset, TooShort
 from megapipe.data.fill_in_the_middle import (
-    MARKS,
+    NUM_SENTINELS,
     FillInTheMiddle,
     PackedInTheMiddle,
     WindowsInTheMiddle,
-    marks_of,
+    fim_tokens_of,
 )
 from megapipe.data.indices import (
     Blend,
@@ -36,23 +36,22 @@ from megapipe.data.stored import MemoryBudget
 from megapipe.data.supervised import ExampleDataset
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import CheckpointError, DataError
-from megapipe.util.left_out import SkippedSamples
+from megapipe.util.skipped_samples import SkippedSamples
 
 
 class ConsumedData(NamedTuple):
-    """How far a run has come in its data, by the checkpoint that it goes on from."""
+    """How much data a run has consumed, as recorded in the checkpoint that it resumes from."""
 
     step: int = 0
     samples: int = 0
     order: str = ""
-    """:attr:`~megapipe.data.batch.Batches.order` of the batches that dealt them; empty if there was
-    nothing to keep."""
-    left_out: SkippedSamples = SkippedSamples()
-    """Numbers of samples that were passed over, or will be."""
+    """:attr:`~megapipe.data.batch.Batches.order` of the consumed samples; "" if there are none."""
+    skipped_samples: SkippedSamples = SkippedSamples()
+    """Numbers of samples that the run has skipped or will skip."""
 
 
 class HeldOutBatches(NamedTuple):
-    """Batches of a set that losses are computed on."""
+    """Batches of a held-out set, on which validation and test losses are computed."""
 
     name: str
     split: Split
@@ -62,16 +61,16 @@ class HeldOutBatches(NamedTuple):
 def build_batches(
     config: Config, tokenizer: Tokenizer, sources: Sources, past: ConsumedData | None = None
 ) -> tuple[Batches, list[HeldOutBatches]]:
-    """Training batches and those of the sets that are held out.
+    """Return the training batches, and the batches of each held-out set.
 
-    Training never ends, unless a mixture does. Each held-out set has every token as a label once.
-    Its order is shuffled, so that its first samples stand for all, and is the same for every
-    `run.seed`.
+    Training batches never end, unless a mixture is used up. In a held-out set every token is a
+    label once. The set is shuffled, so that its first samples are representative, in an order that
+    does not depend on `run.seed`.
 
     Raises:
-        DataError: a split is damaged, or too short for one sample, or a mixture for the run.
+        DataError: a split is damaged or too short for one sample, or a mixture is too short for the
+            run.
     """
-
     past = past or ConsumedData()
     room = MemoryBudget()
 
@@ -83,7 +82,7 @@ def build_batches(
             mixture,
             order=order,
             vocab_size=config.model.vocab_size or tokenizer.vocab_size,
-            mask_document_ends=config.data.mask_document_ends,
+            mask_document_ends=config.data.eod_mask_loss,
             eod=tokenizer.eod,
         )
 
@@ -95,7 +94,7 @@ def build_batches(
         return HeldOutBatches(name, split, batches([source]))
 
     parts = {name: _trained_on(corpus) for name, corpus in sources.training.items()}
-    if config.data.samples == "megatron":
+    if config.data.sample_format == "megatron":
         training = batches(*_in_megatrons_order(config, parts, past, room))
     else:
         change = _rearranging(config, tokenizer)
@@ -121,18 +120,19 @@ def _trained_on(corpus: Corpus) -> Stream | Dataset:
 
 
 def _rearranging(config: Config, tokenizer: Tokenizer) -> Callable[[str], FillInTheMiddle | None]:
-    """The change of a source's documents, by its name; None where they stay as they are."""
+    """Return a function that maps a source's name to the fill-in-the-middle rearrangement of its
+    documents, or to None if documents are not rearranged."""
     data = config.data
     if not data.fim_rate:
         return lambda source: None
-    marks = marks_of(data, tokenizer)
+    fim_tokens = fim_tokens_of(data, tokenizer)
     rates, seed = (data.fim_rate, data.fim_spm_rate), config.run.seed
-    return lambda source: FillInTheMiddle(marks, tokenizer.eod, *rates, seed, source)
+    return lambda source: FillInTheMiddle(fim_tokens, tokenizer.eod, *rates, seed, source)
 
 
 @contextmanager
 def _named_by_its_key(data: DataConfig, name: str, split: Split = "train") -> Iterator[None]:
-    """Name a source that is too short for a sample by its keys, where its file is in the cache."""
+    """Turn :class:`TooShort` into an error that names the configuration key, not the path."""
     try:
         yield
     except TooShort as error:
@@ -146,8 +146,9 @@ def _named_by_its_key(data: DataConfig, name: str, split: Split = "train") -> It
             where = f"the {split} part of {source} (data.split={data.split})"
             raise DataError(f"{where} {error.what}") from error
         raise DataError(
-            f"what data.validation_fraction={data.validation_fraction:g} holds out of {source} "
-            f"{error.what}, or a larger data.validation_fraction, or data.validation.NAME"
+            f"the validation part of {source} "
+            f"(data.validation_fraction={data.validation_fraction:g}) {error.what}, or a "
+            "larger data.validation_fraction, or data.validation.NAME"
         ) from error
 
 
@@ -163,13 +164,13 @@ def _cut(
     if not isinstance(part, Stream):
         return part
     data, length, eod = config.data, config.train.sequence_length, tokenizer.eod
-    if data.samples == "supervised":
+    if data.sample_format == "supervised":
         packing = open_packing(part, PackingRule(length, cut=False), Path(data.cache))
         room.hold(packing)
         return ExampleDataset(part, packing, length, eod, tokenizer.vocab_size)
-    if data.samples == "packed":
+    if data.sample_format == "packed":
         _check_whole(part, data)
-        rule = PackingRule(length, spare=0 if change is None else MARKS)
+        rule = PackingRule(length, spare=0 if change is None else NUM_SENTINELS)
         packing = open_packing(part, rule, Path(data.cache))
         room.hold(packing)
         if change is None:
@@ -185,14 +186,14 @@ def _check_whole(part: Stream, data: DataConfig) -> None:
     if not part.sequences:
         raise TooShort(
             part.file.path,
-            "has no whole document, as its only one with tokens is divided by "
-            f"data.validation_fraction, and data.samples={data.samples} takes whole ones: "
+            "has no complete document: data.validation_fraction divides the only one with "
+            f"tokens, but data.sample_format={data.sample_format} needs complete documents: "
             "expected data.validation.NAME, or data.validation_fraction=0",
         )
 
 
 def _samples(config: Config, past: ConsumedData) -> int:
-    """Samples of the whole run, those that are behind it included."""
+    """Return the number of samples of the whole run, including those consumed before."""
     train = config.train
     return train.batches.after(past.samples, train.steps - past.step)
 
@@ -200,15 +201,15 @@ def _samples(config: Config, past: ConsumedData) -> int:
 def _in_megatrons_order(
     config: Config, parts: Mapping[str, Stream | Dataset], past: ConsumedData, room: MemoryBudget
 ) -> tuple[list[SampleSource], Blend | None, str]:
-    """The sources as Megatron-LM's data sets for a run of so many samples, their blend, and what a
-    checkpoint keeps: how many samples the order is made for, which decides it."""
+    """Return the sources in Megatron-LM's order of samples, and their blend. Also return the
+    order's number of samples, as text for the checkpoint."""
     data, train, cache = config.data, config.train, Path(config.data.cache)
     needed = _samples(config, past)
     samples = int(past.order) if past.order.isdecimal() else needed
     if needed > samples:
         raise DataError(
-            f"data.samples=megatron: the order of this run was made for {samples} samples, which "
-            f"its length decides, and it would take {needed}: expected fewer train.steps"
+            f"data.sample_format=megatron: this run's order has {samples} samples, fixed at "
+            f"its first start, but train.steps needs {needed}: expected fewer train.steps"
         )
     given = [source.weight for source in data.mixture.values() if source.weight is not None]
     blend = None
@@ -221,7 +222,7 @@ def _in_megatrons_order(
         requests = [*blend.requests]
     found = []
     for (name, part), request in zip(parts.items(), requests, strict=True):
-        assert isinstance(part, Stream), "a data set of the user's has an order of its own"
+        assert isinstance(part, Stream), "a user data set defines its own order"
         wanted = Request(part.sequences, train.sequence_length, request, config.run.seed)
         with _named_by_its_key(data, name):
             _check_whole(part, data)
@@ -241,8 +242,8 @@ def _in_megatrons_order(
 def _in_order(n: int, number: int) -> int:
     if number >= n:
         raise DataError(
-            f"data.samples=megatron: a source has {n} samples, and number {number} is asked for: "
-            "its order was made for fewer train.steps"
+            f"data.sample_format=megatron: a source has {n} samples, but sample {number} is "
+            "requested: its order was made for fewer train.steps"
         )
     return number
 
@@ -252,10 +253,11 @@ def _once(seed: int, n: int, number: int) -> int | None:
 
 
 def _mixture(config: Config, training: Sequence[SampleSource], past: ConsumedData) -> Mixture:
-    """The mixture of a run, whose sources have these data sets.
+    """Return the mixture of a run from the sources `training`.
 
-    Weights change at steps of the run, at whichever sample they begin. What the checkpoint's recipe
-    has dealt stays dealt: where another one goes on, it begins at the checkpoint's sample.
+    The configuration gives the steps at which weights change; the recipe needs the number of the
+    first sample of each of these steps. In a resumed run, a changed recipe applies only to the
+    samples after the checkpoint.
     """
     data, train = config.data, config.train
     samples = [len(source.dataset) for source in training]
@@ -281,32 +283,34 @@ def _mixture(config: Config, training: Sequence[SampleSource], past: ConsumedDat
     names = [source.name for source in training]
     recipe = MixtureRecipe([(past.samples, now), *coming], most, past.samples)
     if past.samples:
-        recipe = _joined(recipe, past, names)
+        recipe = _resumed(recipe, past, names)
     mixture = Mixture(recipe, names)
-    mixture.check(past.left_out.number_after(_samples(config, past)))
+    mixture.check(past.skipped_samples.number_after(_samples(config, past)))
     return mixture
 
 
-def _joined(recipe: MixtureRecipe, past: ConsumedData, names: Sequence[str]) -> MixtureRecipe:
-    """A recipe that goes on where the checkpoint's ended, or that one, if both go on alike.
+def _resumed(recipe: MixtureRecipe, past: ConsumedData, names: Sequence[str]) -> MixtureRecipe:
+    """Return the checkpoint's recipe if `recipe` equals it after the checkpoint; else return
+    `recipe`, moved so that it begins with the next sample.
 
-    Recipes of one run change at the numbers that samples would have if none had been left out: so
-    what is left out later changes none of them. A new recipe begins at the next number.
+    The sample numbers at which a recipe changes weights are computed as if no sample were skipped,
+    so that samples skipped later do not move them. The number at which `recipe` begins includes the
+    samples that the run has skipped.
     """
     try:
         stored = MixtureRecipe.of(past.order)
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError("the checkpoint does not say how its mixture was dealt") from error
-    if stored.goes_on(past.samples, recipe):
+        raise CheckpointError("the checkpoint does not record how its mixture was drawn") from error
+    if stored.equals_from(past.samples, recipe):
         return stored
-    start = past.left_out.number_after(past.samples)
+    start = past.skipped_samples.number_after(past.samples)
     weights = [(first + start - past.samples, some) for first, some in recipe.weights]
     before = Mixture(stored, names).taken(start)
     return recipe._replace(weights=weights, start=start, before=before)
 
 
 def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -> int | None:
-    """Samples that `tokens` and `epochs` allow of a source that has `samples`."""
+    """Return the maximum number of samples that `tokens` and `epochs` allow from a source."""
     limits = []
     if tokens is not None:
         limits.append(tokens // length)
@@ -318,9 +322,9 @@ def _most(tokens: int | None, epochs: float | None, samples: int, length: int) -
 def _weights(
     data: DataConfig, samples: Sequence[int], most: Sequence[int | None]
 ) -> list[tuple[int, list[float]]]:
-    """The steps at which weights change, the first one 0, with the weights from then on."""
+    """Return pairs of a step and the weights of all sources from it on; the first step is 0."""
     given = [source.weight for source in data.mixture.values() if source.weight is not None]
-    if given:  # then all have one
+    if given:  # then every source has one
         return weight_plan(given)
     sizes = zip(samples, most, strict=True)
     return [(0, [float(n if limit is None else limit) for n, limit in sizes])]

@@ -1,4 +1,4 @@
-"""Samples of fixed length, and how they are cut from a stream of tokens."""
+"""Samples of fixed length, and how samples are cut from a stream of tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 
 from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class TooShort(DataError):
-    """A corpus, or a part of it, has not enough for one sample.
+    """Raised when a corpus, or a split of it, is too short for one sample.
 
     Attributes:
-        what: the text of the error behind the file, which may be one that the user does not know.
+        what: the error text without the file's path, for a user who does not know the file.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -30,88 +30,90 @@ class TooShort(DataError):
 
 
 class Sample(NamedTuple):
-    """Inputs [L] and labels [L] of a sequence of L positions; fewer at the end of a stream."""
+    """Inputs [L] and labels [L] of a sequence. At the end of a stream there may be fewer: n labels,
+    and n+1 inputs."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
-    """The labels that count in the loss."""
+    """Whether each label counts in the loss, [L]."""
     documents: npt.NDArray[np.int64] | None = None
-    """Number of the document of each token [L], not decreasing, where several are packed; by
-    default a document ends at its end mark."""
+    """Index of each token's document [L], not decreasing. None unless the sample is packed; without
+    these indices, documents are separated by their EOS tokens."""
 
     @staticmethod
     def of_window(window: npt.NDArray[np.int64], sequence_length: int) -> Sample:
-        """Each token of a window [L+1], or shorter, with the one that follows it as its label."""
+        """Make a sample from up to L+1 consecutive tokens; the label of each is the next one."""
         mask = np.ones(len(window) - 1, dtype=np.bool_)
         return Sample(window[:sequence_length], window[1:], mask)
 
 
 class Dataset(Protocol):
-    """Samples by number."""
+    """Samples, looked up by index."""
 
     sequence_length: int
-    """L."""
+    """Positions of a sample, L."""
 
     def __len__(self) -> int: ...
 
     def labelled(self, index: int) -> Sample:
-        """Sample `index`, of 0 .. len-1."""
+        """Return sample `index`, in 0 .. len-1."""
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        """The place of token or label `at` of a sample, for errors."""
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
+        """Describe, for an error, where the input at position `at` of sample `index` comes from, or
+        with `label` the label at that position."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Consecutive tokens of a token file: all of it, or the sequences of a split."""
+    """Consecutive tokens of a token file: the whole file, or a split's sequences."""
 
     file: TokenFile
     sequences: range
-    """None of them where the tokens are a part of one."""
+    """Indices of the sequences; empty if the stream is only a part of one sequence."""
     positions: range
-    """Of the tokens in the file's stream."""
+    """Positions of the stream's tokens in the file."""
 
     @staticmethod
     def of(file: TokenFile, sequences: range | None = None) -> Stream:
-        """The tokens of sequences, by default all. Raises DataError for a damaged index."""
+        """Return the stream of `sequences`, default: all. Raises DataError for a damaged index."""
         sequences = range(len(file.lengths)) if sequences is None else sequences
         first, last = file.starts(np.array([sequences.start, sequences.stop]))
         return Stream(file, sequences, range(int(first), int(last)))
 
 
 class Corpus(Protocol):
-    """A source of samples, as ``data.source`` names one."""
+    """The corpus or data set that ``data.source`` gives, with its splits."""
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of what decides its content."""
+        """SHA-256, in hex, of everything that determines the corpus's content."""
 
     @property
     def content(self) -> str:
-        """SHA-256, in hex, of what stands for its content, wherever it lies."""
+        """SHA-256, in hex, that identifies the content and does not depend on the location."""
 
     @property
     def entropy(self) -> float | None:
-        """Unigram entropy, in nats per token, where it is known."""
+        """Unigram entropy in nats per token; None if unknown."""
 
     def part(self, split: Split) -> Stream | Dataset | None:
-        """A split: tokens that are still to be cut into samples, or samples; None: it has none.
-        Raises DataError if it is damaged."""
+        """Return a split, as a stream of tokens or as samples; None if it does not exist. Raises
+        DataError if it is damaged."""
 
 
 class TokenDataset:
-    """Cuts the stream of a token file into windows that give each position an input and a label.
+    """Cuts the stream of a token file into windows of inputs and labels.
 
-    Sample i is tokens i*L .. i*L+L (L+1 of them): neighbours share one token, so every token but
-    the first of the stream is the label of exactly one position.
+    Sample i consists of the L+1 tokens i*L .. i*L+L. Neighbouring samples share one token, so every
+    token of the stream except the first is the label of exactly one position.
 
     Args:
-        file: the stream.
+        file: the token file.
         sequence_length: L.
-        span: positions of the stream that it has; all by default.
-        keep_last: whether the tokens that do not fill a last window make a shorter sample (held-out
-            text is then scored to its last token) or are left out.
+        span: positions in the file of the stream's tokens; default: the whole file.
+        keep_last: whether tokens that do not fill a last window make a shorter sample, so that
+            held-out text is scored to its last token; otherwise they are dropped.
 
     Raises:
         TooShort: the stream has no sample.
@@ -130,12 +132,12 @@ class TokenDataset:
         self.sequence_length = sequence_length
         labels = len(self.span) - 1
         self._samples = -(-labels // sequence_length) if keep_last else labels // sequence_length
-        if self._samples <= 0:  # -1 of no tokens
+        if self._samples <= 0:  # -1 if there are no tokens
             needed = 2 if keep_last else sequence_length + 1
-            where = "" if span is None else f" from position {span.start} to {span.stop}"
+            span_text = "" if span is None else f" from position {span.start} to {span.stop}"
             raise TooShort(
                 file.path,
-                f"has {count_noun(labels + 1, 'token')}{where}, but one sample needs {needed} "
+                f"has {count_noun(labels + 1, 'token')}{span_text}, but one sample needs {needed} "
                 f"(train.sequence_length={sequence_length}): use more text"
                 + ("" if keep_last else " or shorter sequences"),
             )
@@ -144,7 +146,8 @@ class TokenDataset:
         return self._samples
 
     def sample(self, index: int) -> npt.NDArray[np.int64]:
-        """Window `index` [L+1]; only the last one of `keep_last` may be shorter, but has 2 or more.
+        """Return window `index` [L+1]; with `keep_last` the last window may be shorter, at least
+        [2].
 
         Raises:
             IndexError: index is not in 0 .. len-1.
@@ -159,6 +162,6 @@ class TokenDataset:
     def labelled(self, index: int) -> Sample:
         return Sample.of_window(self.sample(index), self.sequence_length)
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
         position = self.span.start + index * self.sequence_length + at + label
         return f"position {position} of {self.file.path}"

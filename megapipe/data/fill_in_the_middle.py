@@ -1,16 +1,17 @@
-"""Fill-in-the-middle: documents rearranged so that a model learns to write what is between two
-texts (Bavarian et al., 2207.14255).
+"""Fill-in-the-middle: documents are rearranged so that a model learns to infill (Bavarian et al.,
+2207.14255).
 
-A document is cut at two of its tokens into prefix, middle and suffix, which are put together as
+A document is cut at two of its tokens into prefix, middle and suffix. Each part follows a mark,
+which is a sentinel token. There are two orders.
 
-====  ===============================================================================
-PSM   ``prefix`` mark, prefix, ``suffix`` mark, suffix, ``middle`` mark, middle
-SPM   ``prefix`` mark, ``suffix`` mark, suffix, ``middle`` mark, prefix, middle
-====  ===============================================================================
+  ====  ===============================================================================
+  PSM   ``prefix`` mark, prefix, ``suffix`` mark, suffix, ``middle`` mark, middle
+  SPM   ``prefix`` mark, ``suffix`` mark, suffix, ``middle`` mark, prefix, middle
+  ====  ===============================================================================
 
-SPM is what PSM gives for an empty prefix, with prefix and middle as its middle: the second of the
-paper's two variants, as in Megatron-LM and StarCoder. All three parts and the marks are labels. The
-end mark of a document stays at its end.
+SPM equals PSM with an empty prefix, and prefix plus middle as the middle: the second of the
+paper's two variants, as in Megatron-LM and StarCoder. All three parts and the marks are labels. A
+document's EOS token stays at its end.
 """
 
 from __future__ import annotations
@@ -34,48 +35,48 @@ from megapipe.errors import DataError
 
 Ids = npt.NDArray[np.int64]
 
-MARKS = 3
-"""Tokens by which a document that is rearranged is longer."""
+NUM_SENTINELS = 3
+"""Number of sentinel tokens that are added to a rearranged document."""
 _DRAWS = 4
-"""Random numbers of a document: whether it is rearranged, in which order, and two cuts."""
+"""Number of random numbers per document: whether to rearrange it, the order, and two cuts."""
 
 
 class FimTokens(NamedTuple):
-    """Ids of the tokens that come before each part."""
+    """Ids of the sentinel tokens that precede the three parts of a document."""
 
     prefix: int
     suffix: int
     middle: int
 
 
-def marks_of(data: DataConfig, tokenizer: Tokenizer) -> FimTokens:
-    """The ids of ``data.fim_tokens``. Raises DataError for one that the tokenizer does not have."""
+def fim_tokens_of(data: DataConfig, tokenizer: Tokenizer) -> FimTokens:
+    """Return the ids of ``data.fim_tokens``. Raises DataError if the tokenizer lacks one."""
     assert data.fim_tokens is not None, "asked for where documents are rearranged"
     added = tokenizer.added_tokens
     for name in data.fim_tokens:
         if name not in added:
-            there = ", ".join(list(added)[:20]) or "none"
+            existing = ", ".join(list(added)[:20]) or "none"
             raise DataError(
-                f"tokenizer {data.tokenizer!r} has no token {name!r} (data.fim_tokens) apart from "
-                f"those of texts; those that it has: {there}"
+                f"tokenizer {data.tokenizer!r} has no token {name!r} (data.fim_tokens) that "
+                f"no text contains; it has: {existing}"
             )
     return FimTokens(*(added[name] for name in data.fim_tokens))
 
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Rearranges some of the documents of a sample, as a function of its number alone.
+    """Rearranges some documents of a sample, as a function of the sample's number.
 
     Attributes:
-        marks: the tokens that part a document.
-        eod: the token that ends a document.
-        rate: share of the documents that are rearranged.
-        spm_rate: share of those in the order SPM.
-        seed: what is rearranged, and how, follows from it, `source` and the number of the sample.
-        source: the name of the source in a mixture.
+        marks: the sentinel tokens that precede a document's parts.
+        eod: the EOS token, which ends a document.
+        rate: fraction of the documents that are rearranged.
+        spm_rate: fraction of the rearranged documents that get the order SPM.
+        seed: determines all random choices, together with `source` and the sample's number.
+        source: name of the source in a mixture.
     """
 
-    marks: FimTokens
+    fim_tokens: FimTokens
     eod: int
     rate: float
     spm_rate: float
@@ -83,13 +84,14 @@ class FillInTheMiddle:
     source: str = ""
 
     def __call__(self, sample: int, documents: Sequence[Ids]) -> list[Ids]:
-        """The documents of a sample [n] each, with or without an end mark as their last token; one
-        that is rearranged is longer by :data:`MARKS`. An empty one stays as it is."""
+        """Return the documents of sample number `sample`. Some of them are rearranged and so
+        :data:`NUM_SENTINELS` tokens longer. A document [n] need not end with an EOS token, and an
+        empty one stays unchanged."""
         draws = self._draws(sample, len(documents))
         return [self._rearranged(*given) for given in zip(documents, draws.tolist(), strict=True)]
 
     def _draws(self, sample: int, documents: int) -> npt.NDArray[np.uint64]:
-        """Random numbers [documents, 4] of 0 .. 2^64-1."""
+        """Return random numbers in 0 .. 2^64-1 for the documents of a sample, [documents, 4]."""
         key = blake2b(
             struct.pack("<QQ", self.seed, sample), digest_size=8, person=b"fill-in-middle"
         )
@@ -105,7 +107,7 @@ class FillInTheMiddle:
             return document
         first, second = sorted(cut % (length + 1) for cut in cuts)
         before, middle, after = np.split(document[:length], (first, second))
-        p, s, m = (np.array([mark]) for mark in self.marks)
+        p, s, m = (np.array([token]) for token in self.fim_tokens)
         if order < self.spm_rate * 2**64:
             parts = [p, s, after, m, before, middle]
         else:
@@ -114,9 +116,10 @@ class FillInTheMiddle:
 
 
 class WindowsInTheMiddle:
-    """Windows of a stream, whose documents, or what of them is in a window, are rearranged.
+    """Windows of a token stream with rearranged documents. If a window contains only a part of a
+    document, this part is rearranged like a document.
 
-    A window keeps its length of L+1 tokens: what the marks push over its end is left out.
+    A window keeps its length of L+1 tokens: tokens that the marks push over the end are dropped.
     """
 
     def __init__(self, windows: TokenDataset, change: FillInTheMiddle) -> None:
@@ -128,19 +131,19 @@ class WindowsInTheMiddle:
         return len(self.windows)
 
     def labelled(self, index: int) -> Sample:
-        """Sample `index`. Raises IndexError if it is not in 0 .. len-1."""
+        """Return sample `index`. Raises IndexError unless it is in 0 .. len-1."""
         window = self.windows.sample(index)
         ends = np.flatnonzero(window == self.change.eod) + 1
         changed = np.concatenate(self.change(index, np.split(window, ends)))
         return Sample.of_window(changed[: len(window)], self.sequence_length)
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        return _place(index, self.windows.file)
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
+        return _describe_sample(index, self.windows.file)
 
 
 class PackedInTheMiddle(PackedDataset):
-    """Packed documents that are rearranged, each by itself. `packing` has spare room for the marks
-    of every one of them; what is not needed is padding."""
+    """Packed documents, each of them rearranged separately. `packing` must leave
+    :data:`NUM_SENTINELS` positions free per document; those without a sentinel are padding."""
 
     def __init__(
         self,
@@ -156,9 +159,9 @@ class PackedInTheMiddle(PackedDataset):
     def pieces(self, index: int) -> list[npt.NDArray[Any]]:
         return [*self.change(index, [np.asarray(p, np.int64) for p in super().pieces(index)])]
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        return _place(index, self.file)
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
+        return _describe_sample(index, self.file)
 
 
-def _place(index: int, file: TokenFile) -> str:
+def _describe_sample(index: int, file: TokenFile) -> str:
     return f"sample {index} of {file.path}, whose documents are rearranged (data.fim_rate)"

@@ -1,31 +1,32 @@
-"""Paths and names on a hub told apart, for corpora and tokenizers."""
+"""Names on the Hugging Face hub: distinguished from paths, and looked up before a download."""
 
 import re
 from pathlib import Path
 from typing import Literal
 
 from megapipe.errors import DataError
+from megapipe.text import one_line
 from megapipe.util.retries import Failed, ask, is_answered_later
-from megapipe.words import one_line
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _REQUEST_TIMEOUT_S = 10.0
 
 
 def is_hub_name(name: str, file_suffixes: tuple[str, ...]) -> bool:
-    """Whether `name` has the form of a name on the Hugging Face hub: ``name`` or ``owner/name``.
+    """Whether `name` has the form ``name`` or ``owner/name`` of a name on the Hugging Face hub.
 
-    A name that ends in one of `file_suffixes` is taken for a path.
+    A name that ends in one of `file_suffixes` is a path.
     """
     return _HUB_NAME.fullmatch(name) is not None and not name.lower().endswith(file_suffixes)
 
 
 def check_reachable(what: str, name: str, repo_type: Literal["model", "dataset"]) -> None:
-    """Ask the hub for a name, so that a wrong one or a missing network is reported in seconds.
+    """Look `name` up on the hub, so that a wrong name or a missing network is reported in seconds.
 
-    The libraries that load from the hub repeat a failed request for most of a minute. Here one is
-    repeated that the hub cannot answer now (:mod:`megapipe.util.retries`). Raises
-    :class:`DataError` if it fails.
+    The libraries that load from the hub retry a failed request for almost a minute. This function
+    retries a request only if the hub answers that it cannot serve it now
+    (:mod:`megapipe.util.retries`). `what` names the kind of object in messages. Raises
+    :class:`DataError` if the hub has no such name or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -35,13 +36,13 @@ def check_reachable(what: str, name: str, repo_type: Literal["model", "dataset"]
         except Exception as error:
             if is_answered_later(error):
                 raise
-            raise LookupError(one_line(error)) from error  # which is not repeated
+            raise LookupError(one_line(error)) from error  # not repeated
 
     try:
         ask(f"look for {name} on the Hugging Face hub", look)
     except Failed as failed:
         error = failed.cause
         raise DataError(
-            f"{what} {name!r}: no such file or folder in {Path.cwd()}, and not to be had from the "
-            f"Hugging Face hub ({one_line(error)})"
+            f"{what} {name!r}: no such file or folder in {Path.cwd()}, and it cannot be "
+            f"downloaded from the Hugging Face hub ({one_line(error)})"
         ) from failed

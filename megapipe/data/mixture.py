@@ -1,10 +1,10 @@
-"""Which source each sample of a run is from: a function of the sample's number alone.
+"""The source of each sample of a run, as a function of the sample's number only.
 
-In a stretch of the run in which the weights stay as they are, samples come in periods of 65,536.
-Each source has its share of a period, rounded to whole samples, and these are spread evenly: sample
-j of n is due at (j + 1/2) / n of the period, and what is due first comes first. So every batch is
-close to the mixture, and a table of one period tells source and draw of any sample. A stretch ends
-where weights change, or where a source is used up.
+While the weights are constant, samples come in periods of 65,536. Each source has its share of a
+period, rounded to n whole samples, which are spread evenly: sample j of n is due at (j + 1/2) / n
+of the period, and samples are taken in the order in which they are due. So every batch is close to
+the mixture, and a table of one period gives source and draw of any sample. A stretch is a sequence
+of equal periods; it ends where weights change, or where a source is used up.
 """
 
 from __future__ import annotations
@@ -21,59 +21,62 @@ import numpy.typing as npt
 from megapipe.errors import DataError
 
 PERIOD = 2**16
-"""Samples of a period: weights are kept to 1/65,536 of the whole, and no source has less."""
+"""Number of samples of a period. So weights are rounded to multiples of 1/65,536; a positive weight
+is at least 1/65,536."""
 
 
 class Draw(NamedTuple):
-    """The sample of a source that comes at some place of the run."""
+    """Origin of a sample of the run: index of the source, and number of the draw in that source."""
 
     source: int
     number: int
-    """Samples of this source that came before."""
+    """Number of earlier samples of the same source, over all epochs."""
 
 
 class MixtureRecipe(NamedTuple):
-    """The mixture that a user asks for, of n sources."""
+    """Everything that determines which of n sources each sample of a run is drawn from."""
 
     weights: Sequence[tuple[int, Sequence[float]]]
-    """First sample and weights [n], in order, the first one of sample `start`; not all weights are
-    0."""
+    """Pairs of a sample number and the weights [n] from this sample on, which are not all 0. The
+    numbers ascend from `start`."""
     most: Sequence[int | None]
-    """Samples that there are of each source, at most [n]; None: any number."""
+    """Maximum number of samples of each source [n]; None: no limit."""
     start: int = 0
-    """The first sample; those before it were dealt by another recipe."""
+    """Number of the first sample for which the recipe holds. Earlier recipes of the run held for
+    earlier samples."""
     before: Sequence[int] = ()
-    """Those of each source [n]; none by default."""
+    """Number of samples drawn from each source before sample `start`, [n]; default: 0 each."""
 
     @property
     def text(self) -> str:
-        """As JSON, which :meth:`of` reads."""
+        """The recipe as JSON; :meth:`of` is the inverse."""
         return json.dumps(self._asdict())
 
     @staticmethod
     def of(text: str) -> MixtureRecipe:
-        """From JSON. Raises ValueError, TypeError or KeyError for anything else."""
+        """Read a recipe from JSON. Raises ValueError, TypeError or KeyError for other content."""
         given = json.loads(text)
         weights = [(int(first), [float(w) for w in some]) for first, some in given.pop("weights")]
         return MixtureRecipe(weights, **given)
 
     def at(self, sample: int) -> Sequence[float]:
-        """The weights in force at a sample."""
+        """Return the weights at sample number `sample`."""
         return next(some for first, some in reversed(self.weights) if first <= sample)
 
-    def goes_on(self, since: int, like: MixtureRecipe) -> bool:
-        """Whether both deal alike what comes from sample `since` on."""
-        coming = [[change for change in r.weights if change[0] > since] for r in (self, like)]
-        now = list(self.at(since)) == list(like.at(since))
-        return now and coming[0] == coming[1] and list(self.most) == list(like.most)
+    def equals_from(self, since: int, other: MixtureRecipe) -> bool:
+        """Whether both recipes have equal limits, and from sample `since` on equal weights."""
+        coming = [[change for change in r.weights if change[0] > since] for r in (self, other)]
+        now = list(self.at(since)) == list(other.at(since))
+        return now and coming[0] == coming[1] and list(self.most) == list(other.most)
 
 
 def weight_plan(
     weights: Sequence[float | Sequence[Sequence[float]]],
 ) -> list[tuple[int, list[float]]]:
-    """The steps at which weights change, the first one 0, with those of all sources from then on.
+    """Return pairs of a step and the weights of all sources from it on; the first step is 0.
 
-    Each of `weights` is a constant, or pairs of a step and the weight from it on, from step 0.
+    Each element of `weights` describes one source: a constant weight, or a list of pairs of a step
+    and the weight from this step on, the first step being 0.
     """
     plans = [[(0, w)] if isinstance(w, (int, float)) else w for w in weights]
     steps = sorted({step for plan in plans for step, _ in plan})
@@ -84,13 +87,13 @@ def weight_plan(
 
 
 def tempered(weights: Sequence[float], temperature: float) -> list[float]:
-    """Weights to the power of 1 / temperature, the largest being 1."""
+    """Return the weights to the power of 1 / temperature, scaled so that the largest is 1."""
     highest = max(weights)
     return [(weight / highest) ** (1 / temperature) for weight in weights]
 
 
 class _Table:
-    """One period of a mixture."""
+    """The sources of the samples of one period of a mixture with n sources."""
 
     def __init__(self, weights: npt.NDArray[np.float64]) -> None:
         self.counts = _shares(weights)
@@ -101,13 +104,13 @@ class _Table:
         self.number = within[due].astype(np.int32)
 
     def taken(self, samples: int) -> npt.NDArray[np.int64]:
-        """Draws of each source [n] among the first `samples`."""
+        """Return how many of the first `samples` samples come from each source [n]."""
         periods, rest = divmod(samples, PERIOD)
         some = np.bincount(self.source[:rest], minlength=len(self.counts))
         return periods * self.counts + some
 
     def samples_with(self, source: int, draws: int) -> int:
-        """Samples up to and with the draw of `source` whose count is `draws`, 1 or more."""
+        """Return how many samples must be taken until `draws` of them come from `source`."""
         periods, within = divmod(draws - 1, int(self.counts[source]))
         at = np.flatnonzero((self.source == source) & (self.number == within))[0]
         return periods * PERIOD + int(at) + 1
@@ -115,21 +118,21 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Samples from `first` on, up to the next stretch."""
+    """Samples from `first` up to the next stretch, with constant weights."""
 
     first: int
     before: npt.NDArray[np.int64]
-    """Draws of each source before it [n]."""
+    """Number of draws of each source before the stretch [n]."""
     table: _Table | None
-    """None: no source has anything left."""
+    """Table of the stretch's period; None if no source has samples left."""
 
 
 class Mixture:
-    """Deals the samples of a run to its sources.
+    """Assigns the samples of a run to its sources.
 
     Args:
-        recipe: weights, and how much there is.
-        names: of the sources, for errors.
+        recipe: weights, and the maximum number of samples of each source.
+        names: names of the sources, for errors.
     """
 
     def __init__(self, recipe: MixtureRecipe, names: Sequence[str]) -> None:
@@ -139,7 +142,8 @@ class Mixture:
         self._firsts = [stretch.first for stretch in self._stretches]
 
     def __call__(self, sample: int) -> Draw:
-        """Where sample `sample`, counted from 0, is from. Raises DataError where all is used up."""
+        """Return source and draw of sample number `sample` of the run, from 0. Raises DataError if
+        all sources are used up."""
         stretch = self._stretch(sample)
         if stretch.table is None:
             raise self._used_up(stretch.first)
@@ -149,7 +153,7 @@ class Mixture:
         return Draw(source, int(number))
 
     def taken(self, samples: int) -> list[int]:
-        """Draws of each source [n] among the first `samples` of the run."""
+        """Return how many of the run's first `samples` samples come from each source [n]."""
         stretch = self._stretch(samples)
         counts = stretch.before
         if stretch.table is not None:
@@ -157,7 +161,7 @@ class Mixture:
         return [int(count) for count in counts]
 
     def check(self, samples: int) -> None:
-        """Raise DataError if there are fewer than `samples`."""
+        """Raise DataError if the mixture has fewer than `samples` samples."""
         for stretch in self._stretches:
             if stretch.table is None and samples > stretch.first:
                 raise self._used_up(stretch.first)
@@ -173,14 +177,15 @@ class Mixture:
 
 
 def _shares(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """A period divided by weights [n], by largest remainders; what is not 0 gets 1 at least."""
+    """Divide a period in proportion to weights [n], by largest remainders. A positive weight gets
+    at least one sample."""
     exact = weights / weights.sum() * PERIOD
     counts = np.maximum(np.floor(exact), weights > 0).astype(np.int64)
     while (left := PERIOD - int(counts.sum())) != 0:
         remainders = np.where(weights > 0, exact - counts, -np.inf)
         if left > 0:
             counts[np.argsort(-remainders, kind="stable")[:left]] += 1
-        else:  # shares that were raised to 1 are taken off the largest
+        else:  # shares were raised to 1 sample: take the excess from the largest share
             counts[int(np.argmax(counts))] -= 1
     return counts
 

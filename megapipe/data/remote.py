@@ -1,12 +1,12 @@
 """Files on object storage: ``data.source=s3://bucket/texts``, copied once into the cache.
 
-What fsspec knows by its protocol can be named: ``s3``, ``gs``, ``https``, ... (some need a package,
-which the error names). One process of those that share the cache copies; a copy is complete or is
-not there, and one that was cut short goes on with the files that are complete. It is identified by
-names, sizes and versions of the files, so that changed files are copied anew. Where the server
-tells versions, the query of a URL is no part of that: by a new signature it is the same file.
-Requests that fail are repeated (:mod:`megapipe.util.retries`); a file goes on where it was cut
-short.
+Every protocol of fsspec can be used: ``s3``, ``gs``, ``https``, ... (if one needs a package, the
+error names it). One of the processes that share the cache copies the files. The copy appears when
+it is complete; after an interruption, complete files are not copied again. A copy is identified by
+names, sizes and versions of the files, so changed files are copied again. If the server reports
+versions, the query of a URL is not part of the identity, so a new signature does not cause a new
+copy. Failed requests are retried (:mod:`megapipe.util.retries`); reading then continues in the
+middle of a file.
 """
 
 from __future__ import annotations
@@ -20,53 +20,61 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megapipe.config.data import DataConfig
-from megapipe.data.prepare.copies import AT_ONCE, FILES, MANIFEST, Copied, Manifest, check_sizes
-from megapipe.data.prepare.copies import copied as copied_file
-from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.build_once import build_once
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.prepare.remote_cache import (
+    AT_ONCE,
+    FILES,
+    MANIFEST,
+    Copied,
+    Manifest,
+    check_sizes,
+)
+from megapipe.data.prepare.remote_cache import copied as copied_file
 from megapipe.data.stored import crc_of, write_checksums
 from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.errors import ConfigError, DataError
-from megapipe.util.beneath import refuse_links
+from megapipe.text import REDACTED, one_line, without_secrets
+from megapipe.util.no_symlinks import refuse_links
 from megapipe.util.urls import check_url, is_remote, without_query
-from megapipe.words import REDACTED, one_line, without_secrets
 
 if TYPE_CHECKING:
     from megapipe.data.remote_files import RemoteFiles
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "modified", "created")
-"""Names that file systems have for the version of a file; the first one that is there is taken."""
+"""Keys under which file systems report a file's version; the first key present is used."""
 
 
 class _Remote(NamedTuple):
-    """Files of a server, and what is read of them."""
+    """The files that a URL means on a server, and the path of the source in their local copy."""
 
     files: RemoteFiles
     names: dict[str, dict[str, Any]]
-    """Each file as its system describes it, by its place in the copy."""
+    """The file system's description of each file, by its path in the copy."""
     source: str
-    """The source within the folder of copies: a name, a pattern, or nothing for all."""
+    """Path of the source in the copy: a name, a pattern, or "" for everything."""
 
 
 def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
-    """`config` with a source on this machine: a URL's files are copied into the cache.
+    """Return `config` with a local source: if ``data.source`` is a URL, copy the files into the
+    cache, and replace the URL by the path of the copy.
 
     Raises:
-        DataError: they cannot be found or read, have changed on the way, or the copy is damaged.
+        DataError: the files are not found, unreadable or change meanwhile, or the copy is damaged.
     """
     if not is_remote(config.source):
         return config
     check_url("data.source", config.source)
     if config.source.endswith(REDACTED):
         raise ConfigError(
-            f"data.source={config.source}: this is a URL as it was written down, without its query:"
-            " expected the whole URL"
+            f"data.source={config.source}: this URL was stored without its query: expected "
+            "the whole URL"
         )
     try:
         remote = _look(config.source)
         known = sorted((name, *_version(info)) for name, info in remote.names.items())
-        told = all(version for *_, version in known)
-        name = without_secrets(config.source) if told else config.source
+        has_versions = all(version for *_, version in known)
+        name = without_secrets(config.source) if has_versions else config.source
         digest = hashlib.sha256(json.dumps([name, known]).encode()).hexdigest()[:32]
         folder = Path(config.cache, f"remote-{digest}")
         if not folder.exists():
@@ -85,7 +93,8 @@ def fetched(config: DataConfig, *, progress: bool = True) -> DataConfig:
 
 
 def _look(source: str) -> _Remote:
-    """The files that a URL names: one, those of a pattern or a folder, or a token file's two."""
+    """Find the files that a URL means: a single file, the two files of a token file, all files that
+    match a pattern, or all files of a folder."""
     from fsspec.core import url_to_fs
 
     from megapipe.data.remote_files import RemoteFiles
@@ -117,34 +126,35 @@ def _infos(
         raise DataError(f"data.source={source}: no such file or folder, and no file matches")
     found = {}
     for name in names:
-        place = PurePosixPath(os.path.relpath(name, root or os.path.dirname(name)))
-        if place.is_absolute() or ".." in place.parts:
-            raise DataError(f"data.source={source}: {name} lies outside of it")
-        found[str(place)] = files.info(name)
+        relative = PurePosixPath(os.path.relpath(name, root or os.path.dirname(name)))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise DataError(f"data.source={source}: {name} is outside of it")
+        found[str(relative)] = files.info(name)
     return found
 
 
 def _version(info: dict[str, Any]) -> tuple[int, str]:
-    """Size and version of a file, as its system tells them."""
+    """Return size and version of a file, as its file system reports them."""
     version = next((str(info[key]) for key in _VERSIONS if info.get(key) is not None), "")
     return int(info["size"] or 0), version
 
 
 def _copy(remote: _Remote, source: str, kept: Path, folder: Path, *, progress: bool) -> None:
-    """Fill `folder`. Files that are complete are in `kept` until all are."""
+    """Copy all files of `remote` into `folder`, and write the manifest. Complete files are kept in
+    the folder `kept` until all are complete, so that an interrupted copy can continue."""
     refuse_links(kept)
     total = sum(_version(info)[0] for info in remote.names.values())
     found = {}
     with meter(f"fetching {without_secrets(source)}", total, wanted=progress) as shown:
-        for place, info in remote.names.items():
-            if (kept / place).exists():
-                found[place] = copied_file(kept / place)
-                shown.advance(found[place].size, at_once=True)
+        for relative, info in remote.names.items():
+            if (kept / relative).exists():
+                found[relative] = copied_file(kept / relative)
+                shown.advance(found[relative].size, done_before=True)
             else:
-                found[place] = _copy_file(remote.files, info, folder / "partial", shown)
-                _move(folder / "partial", kept / place)
-    for place in remote.names:
-        _move(kept / place, folder / FILES / place)
+                found[relative] = _copy_file(remote.files, info, folder / "partial", shown)
+                _move(folder / "partial", kept / relative)
+    for relative in remote.names:
+        _move(kept / relative, folder / FILES / relative)
     shutil.rmtree(kept, ignore_errors=True)
     prefix = folder / FILES / remote.source
     if bin_of(prefix).exists():
@@ -175,6 +185,6 @@ def _copy_file(files: RemoteFiles, info: dict[str, Any], target: Path, shown: Me
         file.flush()
         os.fsync(file.fileno())
     expected = info.get("size")
-    if expected is not None and size != expected:  # more, as less is a failure
-        raise DataError(f"{info['name']}: {size} bytes came, of {expected}: start again")
+    if expected is not None and size != expected:  # too many: too few is a failed read
+        raise DataError(f"{info['name']}: {size} of {expected} bytes arrived: restart")
     return Copied(size=size, sha256=found.hexdigest())

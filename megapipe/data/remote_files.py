@@ -1,8 +1,8 @@
-"""Files of a store or a web server, found and read by requests that are repeated.
+"""Files of an object store or a web server, listed and read with requests that are retried.
 
-fsspec's own `glob`, `find`, `isfile` and `isdir` take a listing that fails for one of nothing, so
-that a server that is down for a moment has fewer files. Here they rest on :meth:`RemoteFiles.ls`
-and :meth:`RemoteFiles.info`, which know an absence from a failure.
+If a listing fails, fsspec's own `glob`, `find`, `isfile` and `isdir` take it as empty, so a server
+that is down for a moment seems to have fewer files. Here they use :meth:`RemoteFiles.ls` and
+:meth:`RemoteFiles.info`, which distinguish a missing file from a failure.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fsspec.spec import AbstractFileSystem
 from megapipe.util.retries import Failed, ask, unless_absent
 
 LISTING_S = 600.0
-"""Seconds for the answer to one call that lists a folder, which may make many requests."""
+"""Time limit in seconds for a call that lists a folder, which may make many requests."""
 T = TypeVar("T")
 
 
 class RemoteFiles(AbstractFileSystem):
-    """Files of `system`, an fsspec file system. All methods raise
-    :class:`~megapipe.util.retries.Failed` for a failure, and FileNotFoundError for what is not
-    there."""
+    """File system that retries the requests of `system`, another fsspec file system. All methods
+    raise :class:`~megapipe.util.retries.Failed` for a failure, and FileNotFoundError for a missing
+    file."""
 
     cachable = False
 
@@ -30,35 +30,36 @@ class RemoteFiles(AbstractFileSystem):
         super().__init__()
         self._system = system
 
-    def _strip_protocol(self, path: str) -> Any:  # a class method of others
+    def _strip_protocol(self, path: str) -> Any:  # a class method in other file systems
         return self._system._strip_protocol(path)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """List a folder."""
+        """Return the names of a folder's content, or with `detail` the file system's descriptions
+        as :meth:`info` returns them."""
         listed: list[Any] = _asked(
             f"list {path}", lambda: list(self._system.ls(path, detail=detail)), LISTING_S
         )
         return listed
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Return size, kind and version of a file or a folder, by the system's own names."""
+        """Return size, kind and version of a file or a folder, under the file system's own keys."""
         return _asked(f"look for {path}", lambda: dict(self._system.info(path)))
 
     def has(self, path: str, kind: Literal["file", "directory"]) -> bool:
-        """Whether there is a file, or a folder, of this name."""
+        """Whether a file, or a folder, exists at `path`."""
         return unless_absent(lambda: bool(self.info(path)["type"] == kind), False)
 
     def blocks(self, path: str, size: int | None, nbytes: int) -> Iterator[bytes]:
-        """Yield a file of `size` bytes, if that is known, in blocks of up to `nbytes`; after a
-        failure it goes on where it was."""
+        """Yield the content of a file of `size` bytes (None: unknown) in blocks of up to `nbytes`.
+        After a failed request, reading continues at the same byte."""
         at = 0
-        usable: list[Any] = []  # a file whose last read has come back; one that failed has an end
+        usable: list[Any] = []  # files whose last read succeeded
 
         def read() -> tuple[Any, bytes]:
             file = usable.pop() if usable else self._open_at(path, at, nbytes)
             block = file.read(nbytes)
             if not block and size is not None and at < size:
-                raise OSError(f"{at} bytes came, of {size}")
+                raise OSError(f"{at} bytes arrived, of {size}")
             return file, block
 
         while True:
@@ -75,7 +76,7 @@ class RemoteFiles(AbstractFileSystem):
         file = self._system.open(path, "rb")
         try:
             file.seek(at)
-        except ValueError:  # of a server that gives no ranges
+        except ValueError:  # the server does not support ranges
             while at:
                 at -= len(file.read(min(at, nbytes)))
         return file

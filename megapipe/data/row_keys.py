@@ -1,4 +1,4 @@
-"""Keys of `data` that say which texts of a source are read, and which fields of its rows."""
+"""Checks of the configuration keys of `data` that choose texts of a source and fields of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megapipe.config.data import EXAMPLES, DataConfig
 from megapipe.config.unused_keys import refuse_unused
 from megapipe.data.corpus.compressed import inner_suffix
 from megapipe.data.corpus.files import OF_ROWS, is_saved_data_set, is_standard_library
-from megapipe.data.given import TEXT_KEYS, is_token_file
+from megapipe.data.token_file_corpus import TEXT_KEYS, is_token_file
 from megapipe.errors import ConfigError
 from megapipe.util.paths import is_file, is_folder, user_path
 
@@ -16,16 +16,18 @@ SUPERVISED = EXAMPLES.words
 
 
 def check_fields(data: DataConfig) -> None:
-    """Raise :class:`ConfigError` for fields of texts where ``data.samples`` reads examples."""
-    if data.samples == "supervised":
+    """Raise :class:`ConfigError` if ``data.sample_format=supervised`` and a `text_field` is set:
+    the rows then have the fields of examples instead."""
+    if data.sample_format == "supervised":
         fields = ["text_field", *(f"mixture.{name}.text_field" for name in data.mixture)]
         refuse_unused("data", data, fields, f"with {SUPERVISED}", "")
 
 
 def unread_keys(source: str, dataset_split: str | None) -> tuple[str, Sequence[str]]:
-    """Return in words what a source of texts is, and the keys that it is read without.
+    """Describe a source of texts, and return the keys that do not apply to it.
 
-    They are some of :data:`~megapipe.data.given.TEXT_KEYS`; none where it is not known yet.
+    The keys are some of :data:`~megapipe.data.token_file_corpus.TEXT_KEYS`; [] if the kind of
+    source is unknown.
     """
     if is_token_file(source):
         return "a token file", TEXT_KEYS
@@ -42,7 +44,7 @@ def unread_keys(source: str, dataset_split: str | None) -> tuple[str, Sequence[s
 
 
 def no_rows(key: str, source: str) -> ConfigError:
-    """Return the error for a source of examples that has none."""
+    """Return the error for a source of examples that has no rows."""
     return ConfigError(
         f"{SUPERVISED}, and {key}={source} has no rows: expected JSON, parquet or a "
         "data set, with fields of messages, or of prompt and completion"

@@ -1,4 +1,4 @@
-"""The corpora of a run: what it is trained on, validated on and tested on, by the user's names."""
+"""The corpora of a run, for training, validation and test, by the names that the user gave."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.data import ONLY, DataConfig
 from megapipe.data.dataset import SPLITS, Corpus, Dataset, Split, Stream
-from megapipe.data.fill_in_the_middle import marks_of
-from megapipe.data.given import TokenFileCorpus, given_tokens, is_token_file
-from megapipe.data.own import own_data
+from megapipe.data.fill_in_the_middle import fim_tokens_of
 from megapipe.data.prepare import Prepared, prepare
 from megapipe.data.remote import fetched
 from megapipe.data.supervised import Examples, count_too_long, prepare_examples
+from megapipe.data.token_file_corpus import TokenFileCorpus, given_tokens, is_token_file
 from megapipe.data.tokenizer import Tokenizer
+from megapipe.data.user_dataset import own_data
 from megapipe.util.user_code import is_source
 
 
 class HeldOut(NamedTuple):
-    """A set that losses are computed on."""
+    """A held-out set, on which losses are computed."""
 
     name: str
-    """Of the user's, or :data:`ONLY`."""
+    """The name that the user gave, or :data:`ONLY`."""
     split: Split
     part: Stream | Dataset
 
@@ -37,10 +37,10 @@ class Sources:
     """All corpora of a run.
 
     Attributes:
-        training: those trained on, by name; their own held-out parts are validated on.
-        validation: those of ``data.validation``, in the place of these parts.
-        test: those of ``data.test``.
-        tokenizer: SHA-256, in hex, of what decides which ids texts and marks have.
+        training: training corpora by name; the held-out parts of these corpora are for validation.
+        validation: corpora of ``data.validation``; if given, they replace the held-out parts.
+        test: corpora of ``data.test``.
+        tokenizer: SHA-256, in hex, of what determines the ids of texts and of the EOS token.
     """
 
     training: Mapping[str, Corpus]
@@ -50,32 +50,33 @@ class Sources:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of what decides what is trained on."""
+        """SHA-256, in hex, of everything that determines the training data."""
         return self._of_training(lambda corpus: corpus.digest)
 
     @property
     def content(self) -> str:
-        """SHA-256, in hex, of what stands for it, wherever the files lie."""
+        """SHA-256, in hex, that identifies the training data and does not depend on paths."""
         return self._of_training(lambda corpus: corpus.content)
 
     @property
     def everything(self) -> str:
-        """The same of what is validated and tested on too."""
+        """SHA-256, in hex, that identifies the data of training, validation and test."""
         rest = [corpus.content for some in (self.validation, self.test) for corpus in some.values()]
         return hashlib.sha256(json.dumps([self.content, *rest]).encode()).hexdigest()
 
     @property
     def files(self) -> list[str | None]:
-        """SHA-256, in hex, for all bytes of each file of the user's tokens and indices, of which
-        `everything` has but some; None of one without checksums."""
+        """SHA-256, in hex, of all bytes of each token file and index that the user gave; None for a
+        file without checksums. `everything` covers only some of these bytes."""
         some = (self.training, self.validation, self.test)
         every = chain.from_iterable(corpora.values() for corpora in some)
         given = (corpus.file for corpus in every if isinstance(corpus, TokenFileCorpus))
         return [content for file in given for content in file.contents]
 
     def is_like(self, everything: str, files: Sequence[str | None]) -> bool:
-        """Whether another process, which has these, has the same data; where one of the two has no
-        checksums of a file, `everything` has to do."""
+        """Whether this process has the same data as the process whose :attr:`everything` and
+        :attr:`files` are given. A file is not compared if one of the processes lacks its
+        checksums."""
         return self.everything == everything and all(
             mine == theirs or None in (mine, theirs)
             for mine, theirs in zip(self.files, files, strict=True)
@@ -83,11 +84,11 @@ class Sources:
 
     @property
     def entropy(self) -> float | None:
-        """Unigram entropy of a single source, in nats per token, where it is known."""
+        """Unigram entropy of a single source, in nats per token; None if unknown."""
         return self.training[ONLY].entropy if ONLY in self.training else None
 
     def held_out(self) -> Iterator[HeldOut]:
-        """The sets to validate and to test on. Raises DataError for a damaged one."""
+        """Yield the held-out sets for validation and test. Raises DataError if a set is damaged."""
         named: Mapping[Split, Mapping[str, Corpus]] = {
             "validation": self.validation,
             "test": self.test,
@@ -108,20 +109,20 @@ class Sources:
 
 
 def prefetches(data: DataConfig) -> bool:
-    """Whether samples are read in a thread of their own (``data.prefetch``)."""
+    """Whether samples are read in a separate thread (``data.prefetch``)."""
     if data.prefetch is not None:
         return data.prefetch
     return not any(is_source(source.source) for source in data.sources.values())
 
 
 def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True) -> Sources:
-    """The corpora of a resolved configuration; texts are tokenized, or taken from the cache.
+    """Load the corpora of a resolved configuration; texts are tokenized, or read from the cache.
 
-    Raises :class:`DataError` for whatever is wrong with one.
+    Raises :class:`DataError` if a corpus cannot be loaded.
     """
     data = config.data
     if data.fim_rate:
-        marks_of(data, tokenizer)  # before texts are tokenized for nothing
+        fim_tokens_of(data, tokenizer)  # before texts are tokenized in vain
     plain = {"validation_fraction": 0.0, "split": None, "subset": None, "dataset_split": None}
     whole = data.model_copy(update=plain)
     training: list[Split] = ["train"] if data.validation else ["train", "validation"]
@@ -132,15 +133,15 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
             return own_data(config, given.source, tokenizer, splits)
         if is_token_file(given.source):
             return given_tokens(given)
-        if data.samples == "supervised":
+        if data.sample_format == "supervised":
             examples = prepare_examples(given, tokenizer, progress=progress)
             if progress:
-                _tell_rows(given, examples.prepared)
-                _tell_left_out(given.source, examples, config.train.sequence_length)
+                _report_rows(given, examples.prepared)
+                _report_skipped(given.source, examples, config.train.sequence_length)
             return examples
         prepared = prepare(given, tokenizer, progress=progress)
         if progress:
-            _tell_rows(given, prepared)
+            _report_rows(given, prepared)
         return prepared
 
     def named(split: Split, given: Mapping[str, str]) -> dict[str, Corpus]:
@@ -158,21 +159,21 @@ def load_sources(config: Config, tokenizer: Tokenizer, *, progress: bool = True)
     )
 
 
-def _tell_rows(given: DataConfig, prepared: Prepared) -> None:
+def _report_rows(given: DataConfig, prepared: Prepared) -> None:
     for line in prepared.meta.rows.lines(given.source, given.text_field):
-        _tell(line)
+        _print(line)
 
 
-def _tell_left_out(source: str, examples: Examples, length: int) -> None:
+def _report_skipped(source: str, examples: Examples, length: int) -> None:
     parts = [part for split in SPLITS if (part := examples.part(split)) is not None]
     left = sum(count_too_long(part, length) for part in parts)
     if left:
         total = sum(len(part.sequences) for part in parts)
-        _tell(
-            f"{source}: {left:,} of {total:,} examples are left out, as they are longer than "
+        _print(
+            f"{source}: {left:,} of {total:,} examples are skipped: they are longer than "
             f"train.sequence_length={length}"
         )
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     print(f"megapipe: {line}", file=sys.stderr, flush=True)

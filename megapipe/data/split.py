@@ -1,4 +1,4 @@
-"""Which sequences of a token file are for training, validation and test."""
+"""Division of a token file's sequences into training, validation and test."""
 
 import itertools
 import re
@@ -12,18 +12,17 @@ _SPLIT = re.compile(rf"{_NUMBER}(,{_NUMBER}){{0,2}}")
 
 
 def split_ranges(split: str, sequences: int) -> tuple[range, range, range]:
-    """Sequences for training, validation and test, in the order of the file.
+    """Return the ranges of sequences for training, validation and test, in the order of the file.
 
     Args:
-        split: up to three weights, such as ``"969,30,1"``; those left out are 0.
-        sequences: how many the token file has.
+        split: up to three weights, for example ``"969,30,1"``; missing ones are 0.
+        sequences: number of sequences of the token file.
 
     Returns:
-        The three ranges, rounded as Megatron-LM rounds them; they follow each other, and one of
-        weight 0 is empty.
+        Three consecutive ranges, rounded as in Megatron-LM; a range of weight 0 is empty.
 
     Raises:
-        ConfigError: `split` is something else, or all of its weights are 0.
+        ConfigError: `split` has another form, or all weights are 0.
     """
     if _SPLIT.fullmatch(split) is None:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Axes, mesh and collectives: the only owner of ranks and process groups."""
+"""Axes, mesh and collectives; all ranks and process groups are made in this package."""

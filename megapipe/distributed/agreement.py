@@ -1,4 +1,4 @@
-"""An error of one rank, raised on every rank."""
+"""Raises the error of one rank on every rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from megapipe.errors import MegapipeError
 
 
 def raise_on_all(mesh: ParallelMesh, error: MegapipeError | None) -> None:
-    """Raise the `error` of any rank on every rank, with its exit code; all ranks call it.
+    """Raise the `error` of any rank on every rank, with its exit code. Collective over all ranks.
 
-    A rank with an error of its own raises that one.
+    If several ranks pass errors, each of them raises its own.
     """
     text = mesh.agree(None if error is None else f"{error.exit_code} {error}")
     if text is None:

@@ -1,4 +1,4 @@
-"""A process' place in a group."""
+"""This process's position in a group of ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megapipe.watch.journal import CommCounter, unwatched
 
 @dataclass(frozen=True)
 class Axis:
-    """This process' place in a group: its size, its own index, and who the members are.
+    """A group of ranks as one member sees it: group size, index of this process, and member ranks.
 
-    `group` is None where the process is alone, and then no collective is ever called.
+    `group` is None if this process is the only member; then no collective is ever called.
     """
 
     size: int
@@ -21,10 +21,10 @@ class Axis:
     ranks: tuple[int, ...]
     group: ProcessGroup | None
     backend: str = "gloo"
-    """The group's, as torch calls it; ``planned`` where nothing is sent
+    """torch's name of the group's backend. ``planned``: nothing is sent
     (:mod:`megapipe.distributed.planned`)."""
     line: CommCounter = field(default_factory=unwatched, compare=False, repr=False)
-    """Where this process notes that it waits for the others."""
+    """Journal counter that records when this process waits for the other members."""
 
     @classmethod
     def alone(cls, rank: int = 0) -> Axis:

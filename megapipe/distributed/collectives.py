@@ -1,17 +1,17 @@
 """Collectives over an :class:`~megapipe.distributed.axis.Axis`.
 
-The functions hide two differences: torch 2.13 renamed the tensor collectives, and gloo
-takes CUDA tensors for some operations only, so with gloo they travel through host memory (which
-lets several ranks share one GPU). Collectives come in pairs of which each is the other's gradient:
-all-gather and reduce-scatter, all-reduce and identity; the layers pair them in their own backward,
-where the weight gradient is split off.
+The functions hide two differences. torch 2.13 renamed the tensor collectives. And gloo supports
+CUDA tensors in some operations only, so with gloo CUDA tensors are copied through host memory,
+which lets several ranks share one GPU. Collectives come in pairs that are each other's backward:
+all-gather and reduce-scatter, all-reduce and identity. Layers apply these pairs in their own
+backward, because the weight gradient is computed separately there.
 
-A collective ``start_...`` returns a wait before it is complete: until that wait has been called,
-its arguments must stay as they are and its results must not be read. :func:`all_reduce`,
-:func:`all_gather`, :func:`reduce_scatter` and :func:`all_to_all` call the same routine and wait at
-once, so values do not depend on when one waits. On gloo, gathers and reduce-scatters of CPU tensors
-are messages between the members (:mod:`megapipe.distributed.gloo`), and so are all-reduces with
-`in_order`.
+A function ``start_...`` starts a collective and returns a wait function. Until the wait returns,
+the arguments must not change and the results must not be read. :func:`all_reduce`,
+:func:`all_gather`, :func:`reduce_scatter` and :func:`all_to_all` use the same routines and wait at
+once, so values do not depend on the time of the wait. On gloo, all-gathers and reduce-scatters of
+CPU tensors are messages between the members (:mod:`megapipe.distributed.gloo`), and so are
+all-reduces with `in_order`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megapipe.distributed import gloo
 from megapipe.distributed.axis import Axis
 
 Wait = Callable[[], None]
-"""Returns when the operation is complete, for the host (gloo) or the current stream (NCCL)."""
+"""Function that waits until an operation is complete: on the host (gloo) or the stream (NCCL)."""
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(
@@ -37,30 +37,30 @@ _reduce_scatter: Callable[..., Any] = getattr(
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum in place over the axis; returns `tensor`."""
+    """Sum `tensor` in place over the axis, and return it."""
     start_all_reduce(tensor, axis)()
     return tensor
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the members' equal pieces along dim 0: [n, ...] -> [size * n, ...]."""
+    """Concatenate the members' equal parts along dim 0: [n, ...] -> [size * n, ...]."""
     whole, wait = start_all_gather_new(tensor, axis)
     wait()
     return whole
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis and keep this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
+    """Sum over the axis and return this member's part of dim 0: [size * n, ...] -> [n, ...]."""
     piece, wait = start_reduce_scatter(tensor, axis)
     wait()
     return piece
 
 
 def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
-    """Give member i the i-th piece of a flat tensor: [sum(sends)] -> [sum(receives)].
+    """Send the i-th part of a flat tensor to member i: [sum(sends)] -> [sum(receives)].
 
-    `sends` and `receives` are the lengths of the pieces by member; what is received is in the
-    order of the members.
+    `sends` and `receives` are the lengths of the parts, by member. The result has the received
+    parts in the order of the members.
     """
     received, wait = start_all_to_all(tensor, axis, sends, receives)
     wait()
@@ -68,11 +68,11 @@ def all_to_all(tensor: Tensor, sends: Sequence[int], receives: Sequence[int], ax
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> Wait:
-    """Sum in place over the axis.
+    """Start a sum in place over the axis.
 
-    With `in_order` gloo adds the terms in the order of the members, so that a sum has the bits that
-    :func:`start_reduce_scatter` gives its pieces; half of the messages are then sent in the wait.
-    `tensor` is flat in that case, [size * n].
+    With `in_order`, gloo adds the terms in the order of the members, so the sum is bitwise equal to
+    the sum of :func:`start_reduce_scatter`. Half of the messages are then sent during the wait, and
+    `tensor` must be flat, [size * n].
     """
     if axis.group is None:
         return done
@@ -87,7 +87,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, in_order: bool = False) -> W
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
-    """Sum over the axis into this member's piece of dim 0: [size * n, ...] -> [n, ...]."""
+    """Start a sum over the axis into this member's part of dim 0: [size * n, ...] -> [n, ...]."""
     if axis.group is None:
         return whole, done
     if _staged(whole, axis):
@@ -100,7 +100,7 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
 
 
 def start_all_gather_new(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
-    """Begin an :func:`all_gather`: [n, ...] -> [size * n, ...]."""
+    """Start an :func:`all_gather` into a new tensor: [n, ...] -> [size * n, ...]."""
     if axis.group is None:
         return piece, done
     whole = piece.new_empty((axis.size * piece.shape[0], *piece.shape[1:]))
@@ -108,9 +108,9 @@ def start_all_gather_new(piece: Tensor, axis: Axis) -> tuple[Tensor, Wait]:
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Wait:
-    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...].
+    """Start filling `whole` [size * n, ...] with every member's `piece` [n, ...].
 
-    `piece` may be a view of this member's own rows of `whole`.
+    `piece` may be a view of this member's part of `whole`.
     """
     if axis.group is None:
         if piece.data_ptr() != whole.data_ptr():
@@ -130,7 +130,8 @@ def start_all_to_all(
     sends: Sequence[int] | None = None,
     receives: Sequence[int] | None = None,
 ) -> tuple[Tensor, Wait]:
-    """Begin an :func:`all_to_all` of a flat tensor, without lengths of equal pieces: [size * n]."""
+    """Start an :func:`all_to_all` of a flat tensor. Without `sends` and `receives` all parts have
+    equal length: [size * n]."""
     if axis.group is None:
         return tensor, done
     sent = tensor.cpu() if _staged(tensor, axis) else tensor
@@ -146,14 +147,14 @@ def start_all_to_all(
 
 
 def start_send(tensor: Tensor, pair: Axis) -> Wait:
-    """Send a contiguous tensor to the other member of a group of two, which receives it."""
+    """Start sending a contiguous tensor to the other member of a group of two."""
     given = tensor.cpu() if _staged(tensor, pair) else tensor
     group: Any = pair.group
     return _message(pair, group.send([given], 1 - pair.index, 0), given)
 
 
 def start_receive(tensor: Tensor, pair: Axis) -> Wait:
-    """Receive what the other member of a group of two sends into a contiguous tensor."""
+    """Start receiving into a contiguous tensor from the other member of a group of two."""
     group: Any = pair.group
     if not _staged(tensor, pair):
         return _message(pair, group.recv([tensor], 1 - pair.index, 0), tensor)
@@ -168,7 +169,7 @@ def start_receive(tensor: Tensor, pair: Axis) -> Wait:
 
 
 def _message(pair: Axis, work: Any, tensor: Tensor) -> Wait:
-    """Wait for a message that has begun; its tensor lives until then."""
+    """Return the wait for a started message. The wait keeps `tensor` alive until it returns."""
     number, kept = pair.line.count(), [tensor]
     complete = partial(gloo.complete, work) if _on_gloo(pair) else work.wait
 
@@ -180,14 +181,14 @@ def _message(pair: Axis, work: Any, tensor: Tensor) -> Wait:
 
 
 def done() -> None:
-    """A wait for a collective that is complete already."""
+    """Return at once: the wait for a collective that is already complete."""
 
 
 def _started(collective: Callable[..., Any], axis: Axis, *arguments: Any) -> Wait:
-    """Begin one of torch's collectives. Its tensors live until the wait: NCCL reads and writes them
-    on a stream of its own, of which the allocator knows nothing."""
+    """Start a torch collective. The returned wait keeps the tensors alive, because NCCL uses them
+    on a stream that the allocator does not know."""
     if torch.compiler.is_compiling():
-        # a graph has collectives without a handle, and its compiler says when to wait
+        # inside a compiled graph a collective has no handle, and the compiler places the wait
         collective(*arguments, group=axis.group)
         return done
     number = axis.line.count()

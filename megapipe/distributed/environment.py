@@ -10,12 +10,12 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADING = "CUDA_MODULE_LOADING"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-TELLS_STARTS = 12030
-"""The first version of CUDA, 12.3, whose driver can tell when a kernel has started."""
+LAUNCH_ORDER_DRIVER = 12030
+"""First CUDA driver version, 12.3, that reports when a kernel has started."""
 
 
 def cuda_driver() -> int:
-    """The newest CUDA that this machine's driver supports, 12030 for 12.3; 0: there is none."""
+    """Return the newest CUDA version that the driver supports (12030 is 12.3); 0 without driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -32,33 +32,34 @@ def set_environment(
     interfaces: Path = Path("/sys/class/net"),
     driver: Callable[[], int] = cuda_driver,
 ) -> list[str]:
-    """Fill in what a run needs; what is set stays. Returns the names of what is new.
+    """Set the unset variables among those that a run needs, and return their names.
 
-    `sends_messages`: stages are on GPUs of their own. `driver` tells the newest CUDA that the
-    machine supports. Raises :class:`LaunchError` where what is set cannot be right.
+    `sends_messages`: whether stages are on different GPUs. `driver` returns the newest CUDA version
+    that the driver supports. Raises :class:`LaunchError` if a variable has a value with which
+    pipeline messages would block each other.
     """
     before = set(environ)
-    # work in a hardware queue waits for what is ahead of it, a receive that waits for its message
-    # included: every channel and group needs a queue of its own
+    # work in a hardware queue waits for all work ahead of it, also for a receive that waits for its
+    # message: every channel and group needs its own queue
     if environ.setdefault(CONNECTIONS, "32") == "1" and sends_messages:
         raise LaunchError(
-            f"{CONNECTIONS}=1 makes the messages between pipeline ranks wait for each other, as "
-            "all work of a GPU is then in one queue: expected 32, or the variable unset (with "
-            "tensor parallelism other frameworks ask for 1; nothing here needs it)"
+            f"{CONNECTIONS}=1 puts all work of a GPU into one queue, so that pipeline "
+            "messages block each other: expected 32, or the variable unset (Megatron-LM wants "
+            "1 for tensor parallelism; megapipe does not)"
         )
-    # a kernel loaded on first use waits for all that runs, a posted receive included
+    # loading a kernel on first use waits for all running work, a posted receive included
     environ.setdefault(LOADING, "EAGER")
-    # memory grows in place; without, making room for another size may free, and so wait for, all
+    # memory grows in place; else another size may need frees first, which wait for all running work
     if not any(name in environ for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = "expandable_segments:True"
-    # kernels of several communicators start in the order of the program, the same on every GPU; an
-    # older driver would have each wait for the end of the one before, a posted receive included
-    if driver() >= TELLS_STARTS:
+    # kernels of several communicators start in program order, the same on every GPU; with an older
+    # driver each kernel would wait for the end of the previous one, a posted receive included
+    if driver() >= LAUNCH_ORDER_DRIVER:
         environ.setdefault(ORDER, "1")
     chosen = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if (interfaces / chosen).is_dir() and chosen:  # one interface, not a list or a prefix
         environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
-    environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler tells when it starts
+    environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's start message
     if deterministic:
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         environ.setdefault("NCCL_ALGO", "Ring")

@@ -1,4 +1,4 @@
-"""Messages between members of a group that leave and are expected at the same time."""
+"""Point-to-point messages between members of a group, all started together."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.gloo import complete
 
 TAG = 4
-"""Of these messages on gloo; :mod:`megapipe.distributed.gloo` has others."""
+"""Tag of the messages on gloo. :mod:`megapipe.distributed.gloo` uses other tags."""
 
 
 class PeerMessage(NamedTuple):
-    """A tensor for a member of the group, or the memory for one from it."""
+    """A tensor to send to a member of the group, or memory to receive a tensor from it."""
 
     tensor: Tensor
     member: int
 
 
 class PendingExchange(NamedTuple):
-    """Messages on their way."""
+    """Sends and receives in flight."""
 
     received: Callable[[], None]
-    """Waits for what is expected."""
+    """Function that waits until all messages are received."""
     sent: Callable[[], None]
-    """Waits until what was sent may be changed."""
+    """Function that waits until the sent tensors may be changed."""
 
 
 def start_exchange(
     sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], axis: Axis
 ) -> PendingExchange:
-    """Begin to send and to receive. All members call it equally often.
+    """Start sends and receives. All members must call the function equally often.
 
-    Between two members, letters are received in the order in which they are sent. On NCCL they are
-    one group of operations, and as safe as a collective: whatever holds up the host of one member
-    until it is over (a kernel that is loaded, say), the others begin it all the same, as they need
-    nothing of that host for it but what came before.
+    Between two members, messages are received in the order in which they are sent. On NCCL all
+    messages are one group of operations, as safe as a collective. If the host of one member is
+    delayed, for example because it loads a kernel, the other members can still start theirs: they
+    depend only on operations that the delayed host has started before.
     """
     number = axis.line.count()
     if axis.backend == "nccl":
@@ -79,8 +79,8 @@ def start_exchange(
 def _start_nccl(
     sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], axis: Axis
 ) -> list[Any]:
-    """Letters of a pair of members are in one order of pairs on all of them: where each pair has to
-    be connected first, ranks of a ring would else wait for each other all around."""
+    """Start all messages, in the order of member pairs, which is equal on all members. NCCL may
+    have to connect each pair first; in different orders, the ranks of a ring would deadlock."""
     letters: list[tuple[Any, PeerMessage]] = [(dist.isend, letter) for letter in sends]
     letters += [(dist.irecv, letter) for letter in receives]
     letters.sort(key=lambda each: sorted((axis.index, each[1].member)))
@@ -92,7 +92,8 @@ def _start_nccl(
 
 
 def _on_host(letter: PeerMessage, *, copy: bool = False) -> PeerMessage:
-    """The letter, or one in host memory for it: gloo sends no other."""
+    """Return the message with host memory, because gloo sends only from host memory. With `copy`, a
+    GPU tensor's values are copied."""
     if not letter.tensor.is_cuda:
         return letter
     near = letter.tensor.cpu() if copy else torch.empty_like(letter.tensor, device="cpu")

@@ -1,4 +1,4 @@
-"""Files sent between the members of a group, through host memory in pieces of a bounded size."""
+"""Files sent between the members of a group, through host memory in blocks of bounded size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, all_to_all
 
 PIECE = 16 << 20
-"""Bytes that one member sends another at once."""
+"""Maximum number of bytes that one member sends to another in one all-to-all."""
 
 
 def exchange_files(axis: Axis, outgoing: Mapping[int, Sequence[Path]], into: Path) -> list[Path]:
-    """Send member i the files `outgoing[i]`; returns those that came, new files in `into` with the
-    names that they had.
+    """Send the files `outgoing[i]` to member i. Return the paths of the received files, which are
+    created in `into` under their old names.
 
-    To be called by all members; none sends two files of a name to one member. Raises OSError where
-    a file of this member's cannot be read or written, once all have had their part: the others then
-    may have files with wrong bytes.
+    Collective. No two files for one member may have the same name. If a local file cannot be read
+    or written, OSError is raised after the exchange; other members may then have received wrong
+    bytes.
     """
     if axis.group is None:
         return []
@@ -45,7 +45,7 @@ def exchange_files(axis: Axis, outgoing: Mapping[int, Sequence[Path]], into: Pat
 
 
 def _swap(own: Sequence[object], axis: Axis) -> list[list[tuple[str, int]]]:
-    """Give member i the i-th object, as JSON; returns those of all members."""
+    """Send the i-th object to member i, as JSON. Return the objects received, by member."""
     texts = [json.dumps(each).encode() for each in own]
     lengths = [len(text) for text in texts]
     ones = [1] * axis.size
@@ -56,29 +56,29 @@ def _swap(own: Sequence[object], axis: Axis) -> list[list[tuple[str, int]]]:
 
 
 class _Stream:
-    """Files one after the other, as a stream of bytes. After an error nothing is read or written,
-    and the stream goes on, as the other end of it does."""
+    """Several files as one stream of bytes. After an error the stream no longer reads or writes,
+    but still counts bytes, so that the collectives of all members continue in step."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], flags: int) -> None:
         self.paths = [path for path, _ in files]
         self.left = sum(size for _, size in files)
-        """Bytes to come."""
+        """Number of bytes left in the stream."""
         self._files = [(path, size) for path, size in reversed(files) if size]
         self._flags = flags | os.O_CLOEXEC | os.O_NOFOLLOW
         self._handle: int | None = None
         self._rest = 0
-        """Bytes to come of the file that is open."""
+        """Number of bytes left in the open file."""
         self.error: OSError | None = None
 
     def close(self) -> None:
-        """Raise the error that there was."""
+        """Close the open file, and raise the error that occurred, if any."""
         if self._handle is not None:
             os.close(self._handle)
         if self.error is not None:
             raise self.error
 
     def _pass(self, data: memoryview) -> None:
-        """Fill `data` with the next bytes, or write it as such."""
+        """Read the next bytes of the files into `data`, or write `data` as the next bytes."""
         self.left -= len(data)
         try:
             while len(data) and self.error is None:
@@ -102,7 +102,7 @@ class _Stream:
 
 
 class _Sent(_Stream):
-    """Files that this member sends another."""
+    """Files that this member sends to another."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         problem, files = None, []
@@ -126,7 +126,7 @@ class _Sent(_Stream):
 
 
 class _Received(_Stream):
-    """Files that another member sends this one."""
+    """Files that this member receives from another."""
 
     def __init__(self, into: Path, names: Sequence[tuple[str, int]]) -> None:
         files = [(into / Path(name).name, size) for name, size in names]

@@ -1,4 +1,4 @@
-"""The flight record of torch: the last collectives and messages of this process."""
+"""torch's flight recorder: a record of the last collectives and messages of this process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch._C import _distributed_c10d as c10d
 
 
 def flight_record() -> bytes | None:
-    """JSON of what was begun and what of it has completed; None where torch records nothing.
+    """Return torch's record of started and completed operations, as JSON; None if there is none.
 
-    ``TORCH_FR_BUFFER_SIZE`` in the environment says of how many operations torch keeps it.
+    The environment variable ``TORCH_FR_BUFFER_SIZE`` sets how many operations torch records.
     """
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump: Any = getattr(c10d, name, None)

@@ -1,11 +1,12 @@
-"""Sums and gathers over gloo, by messages from each member to each other one.
+"""Sums and gathers over gloo, as direct messages between all members.
 
-torch's reduce-scatter for gloo all-reduces a copy of the whole array, twice the bytes that anybody
-needs, and its all-gather hands pieces on around a ring. Here a piece goes once, from where it is to
-where it is used. Values are added in the order of the members at every place of the array, so a
-reduce-scatter and an all-reduce give the same bits.
+torch's reduce-scatter for gloo all-reduces a copy of the whole tensor, which sends twice the bytes
+needed. torch's all-gather passes parts around a ring. In this module each part is sent once,
+directly to the member that uses it. Every element is summed in the order of the members, so a
+reduce-scatter and an all-reduce give bitwise equal sums.
 
-All members start collectives of one kind, and wait for all-reduces, in the same order.
+All members must start collectives of one kind in the same order, and must wait for all-reduces in
+the same order.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 
 SUM, GATHER, SPREAD = 1, 2, 3
-"""Tags of messages: terms of a sum, pieces of a gather, sums of an all-reduce."""
+"""Message tags: for terms of a sum, for parts of a gather, and for the sums of an all-reduce."""
 LIMIT: list[datetime.timedelta] = []
-"""Arguments of the wait for a message: how long it may take; none: as long as its group's."""
+"""Arguments for each wait for a message: a time limit; or nothing, for the group's timeout."""
 
 
 def await_messages_for(most: datetime.timedelta | None) -> None:
-    """Have this process wait for messages up to `most`, or with None as long as their group does: a
-    new time-out of a group does not hold for them."""
+    """Set the time limit of this process's waits for messages; None: the timeout with which each
+    group was made. Later changes of a group's default timeout do not affect these waits."""
     LIMIT[:] = [] if most is None else [most]
 
 
 def complete(work: Any) -> None:
-    """Wait for a message of gloo's, for as long as its group does unless more has been said."""
+    """Wait for a gloo message, up to the time limit in :data:`LIMIT` or the group's timeout."""
     work.wait(*LIMIT)
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
-    """Sum over the axis into this member's piece, which is there after the wait.
+    """Start a sum over the axis into this member's part, which is ready after the wait.
 
-    [size * n, ...] -> [n, ...]; `whole` stays as it is. Takes the memory of size - 1 pieces.
+    [size * n, ...] -> [n, ...]; `whole` is not changed. Receiving takes memory for size - 1 parts.
     """
     pieces = _pieces(whole, axis)
     terms = [
@@ -62,7 +63,7 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> tuple[Tensor, Callable[[]
 
 
 def start_all_reduce(whole: Tensor, axis: Axis) -> Callable[[], None]:
-    """Sum in place over the axis: [size * n]; half of the messages are sent in the wait."""
+    """Start a sum in place over the axis, [size * n]. The wait sends half of the messages."""
     total, summed = start_reduce_scatter(whole, axis)
 
     def wait() -> None:
@@ -73,9 +74,9 @@ def start_all_reduce(whole: Tensor, axis: Axis) -> Callable[[], None]:
 
 
 def start_all_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], None]:
-    """Fill `whole` [size * n, ...] with every member's `piece` [n, ...].
+    """Start filling `whole` [size * n, ...] with every member's `piece` [n, ...].
 
-    `piece` may be a view of this member's own rows of `whole`.
+    `piece` may be a view of this member's part of `whole`.
     """
     return _start_gather(whole, piece, axis, GATHER)
 
@@ -94,8 +95,8 @@ def _pieces(whole: Tensor, axis: Axis) -> tuple[Tensor, ...]:
 
 
 class _Exchange:
-    """Messages on their way, and their `tensors`. gloo cannot cancel a message, so the destructor
-    waits for those that nobody has waited for."""
+    """Messages in flight, with the `tensors` that they use. gloo cannot cancel a message, so the
+    destructor waits for the messages if nobody has waited."""
 
     def __init__(self, works: list[Any], tensors: Sequence[Tensor]) -> None:
         self._works = works
@@ -108,14 +109,14 @@ class _Exchange:
         self._tensors = ()
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # a peer is gone, which others will notice
+        with suppress(RuntimeError):  # the peer is lost, which other code reports
             self.wait()
 
 
 def _start_exchange(
     sent: Sequence[Tensor], received: Sequence[Tensor], axis: Axis, tag: int
 ) -> Callable[[], None]:
-    """Send `sent[i]` to member i and receive `received[i]` from it, for all others."""
+    """Start sending `sent[i]` to and receiving `received[i]` from every other member i."""
     group: Any = axis.group
     others = [(axis.index + i) % axis.size for i in range(1, axis.size)]
     works = [group.recv([received[other]], other, tag) for other in others]

@@ -1,8 +1,8 @@
-"""The process mesh: the only owner of ranks and process groups.
+"""The process mesh, which makes all process groups and knows the ranks.
 
-:class:`ParallelMesh` adds the process groups of the axes to a :class:`Grid`, in its order, and
-makes those that pipeline and optimizer ask for; each process enters only the groups that it belongs
-to, so making them costs the same in any world.
+:class:`ParallelMesh` adds process groups to a :class:`Grid`: those of the axes, and those that
+pipeline and optimizer ask for. Each process enters only the groups that it belongs to, so the cost
+of making groups does not depend on the size of the world.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from megapipe.util.lived import await_keys
 from megapipe.watch.journal import Journal, text
 
 SUSPENDED = datetime.timedelta(days=7)
-"""For how long at most a job may be suspended."""
+"""Maximum time for which a job can be suspended and still continue afterwards."""
 
 
 def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
-    """Sum the rows of `parts`, [n, ...]: neighbours, then neighbouring pairs, and so on.
+    """Sum the rows of `parts`, [n, ...]: first neighbours, then neighbouring pairs, and so on.
 
-    One order of additions for any number of rows and any device, in log2 n operations.
+    The order of additions is the same on any device, and log2 n operations are needed.
     """
     while len(parts) > 1:
         even = len(parts) // 2 * 2
@@ -57,25 +57,25 @@ def sum_in_pairs(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(parts: torch.Tensor, largest: int) -> torch.Tensor:
-    """[ranks, n] -> [n]: sums, and at the end `largest` values that are the largest of any rank."""
+    """Reduce [ranks, n] -> [n]: maxima for the last `largest` values, sums for the others."""
     if not largest:
         return sum_in_pairs(parts)
     return torch.cat([sum_in_pairs(parts[:, :-largest]), parts[:, -largest:].amax(0)])
 
 
 def group_name(ranks: Sequence[int], twins: int) -> str:
-    """The name of a group of `ranks` where `twins` others of exactly these ranks exist."""
+    """Return a name for a group of `ranks`. `twins`: number of earlier groups of these ranks."""
     members = ",".join(map(str, ranks))
     return f"{hashlib.sha1(members.encode(), usedforsecurity=False).hexdigest()}.{twins}"
 
 
 def world_size() -> int | None:
-    """Ranks of torch's default process group; None where this process is in none."""
+    """Return the size of torch's default process group; None if this process has none."""
     return dist.get_world_size() if dist.is_initialized() else None
 
 
 def _set_environment(*, sends_messages: bool) -> None:
-    """For those who make a mesh themselves what a run sets at its start."""
+    """Set the environment variables that a run sets at its start, in case a script has not."""
     late = torch.cuda.is_initialized()
     new = set_environment(
         os.environ,
@@ -86,22 +86,22 @@ def _set_environment(*, sends_messages: bool) -> None:
     if late and unheard:
         values = " ".join(f"{name}={os.environ[name]}" for name in unheard)
         warnings.warn(
-            f"CUDA was in use before the mesh of processes, and does not see {values}: expected "
-            "these variables in the environment",
+            f"CUDA was initialized before the mesh, so it ignores {values}: set these "
+            "variables in the environment",
             stacklevel=3,
         )
 
 
 class ParallelMesh:
-    """Process groups of a grid, and the few exchanges of scalars and texts that need no tensor.
+    """The process groups of a grid, and exchanges of a few scalars and texts on the host.
 
     The default process group must exist (:func:`megapipe.launch.rendezvous.start_process_group`).
-    On a GPU environment variables that are not set get the values that a run gives them
-    (:mod:`megapipe.distributed.environment`), which CUDA heeds if it was not in use before.
+    On a GPU, unset environment variables get the values that a run gives them
+    (:mod:`megapipe.distributed.environment`). CUDA ignores those values if it was in use before.
 
-    Where `journal` is given this process notes there what it does, and for whom it waits.
+    `journal`: file in which this process records what it does and for which ranks it waits.
 
-    Raises :class:`LaunchError` when the world does not match the grid.
+    Raises :class:`LaunchError` if the world size does not match the grid.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ParallelMesh:
             )
         if device.type == "cuda":
             _set_environment(sends_messages=grid.pp > 1)
-        await_messages_for(None)  # of an earlier run of this process
+        await_messages_for(None)  # resets the limit of an earlier run of this process
         self._enter(grid, dist.get_rank(), dist.get_backend(), device, timeout_s, journal)
 
     def _enter(
@@ -131,7 +131,7 @@ class ParallelMesh:
         timeout_s: float,
         journal: Journal | None,
     ) -> None:
-        """Take the place of `rank` and make the groups of its axes."""
+        """Take the position of `rank` in the grid, and make the groups of its axes."""
         self.grid = grid
         self.rank = rank
         self.world = grid.world
@@ -143,9 +143,9 @@ class ParallelMesh:
         self.journal = Journal() if journal is None else journal
         self.journal.is_at(self.at.words)
         self._first = self.journal.counter("texts", range(self.world), heeds=[0])
-        """Where all wait for texts of rank 0."""
+        """Journal counter for the waits of all ranks for texts from rank 0."""
         self._computed = self.journal.counter("device", range(self.world))
-        """Where each waits for its device, which may wait for those of others."""
+        """Journal counter for waits for the device, which may itself wait for other ranks."""
         peers = {axis: grid.peers(self.rank, axis) for axis in AXES}
 
         def axes_of(backend: str, names: Sequence[AxisName]) -> dict[AxisName, Axis]:
@@ -154,22 +154,22 @@ class ParallelMesh:
 
         nccl = self.backend == "nccl"
         self._host = axes_of("gloo" if nccl else self.backend, AXES)
-        """For numbers that the host has and needs: no GPU waits, or is waited for."""
+        """Axes for values in host memory. Their collectives use no GPU."""
         self.pp, self.dp, self.cp = (self._host[name] for name in ("pp", "dp", "cp"))
-        """Their ranks share numbers alone: messages between stages have channels, what replicas
-        share has groups of its own, which only the optimizer knows, and so have the rings and heads
-        of cp, which :mod:`megapipe.assembly.context` knows."""
+        """Axes for host values only. Other groups carry tensors: stages send over channels, the
+        optimizer makes the groups of replicas, and :mod:`megapipe.assembly.context` makes those of
+        the rings and head exchanges of cp."""
         self.tp = axes_of(self.backend, ["tp"])["tp"] if nccl else self._host["tp"]
 
     def group_of(self, ranks: Sequence[int], *, ctas: int | None = None) -> Axis:
-        """A new process group of `ranks` (ascending), entered by its members alone.
+        """Make a process group of `ranks`, in ascending order. Only its members call this.
 
-        `ctas`: the most thread blocks that NCCL runs for it, each on a multiprocessor of the GPU's,
-        also while a receive waits for its message.
+        `ctas`: maximum number of thread blocks that NCCL runs for the group. Each thread block
+        occupies a multiprocessor of the GPU, even while a receive waits for its message.
 
-        NCCL connects a group on first use, and where first uses come in different orders on
-        different ranks they hang. The caller therefore uses it at once, in an order that all its
-        members share, as :meth:`connected` does.
+        NCCL connects a group on first use, and hangs if ranks use several groups for the first time
+        in different orders. So the caller must use the group at once, in an order that all members
+        share, as :meth:`connected` does.
         """
         options = None
         if ctas is not None and self.backend == "nccl":
@@ -179,17 +179,17 @@ class ParallelMesh:
         return self._new_axis(ranks, options=options)
 
     def host_group_of(self, ranks: Sequence[int]) -> Axis:
-        """The same for what is in host memory; it is connected. No GPU waits, or is waited for."""
+        """Make a connected group of `ranks` for tensors in host memory, which uses no GPU."""
         return self.connected(self._new_axis(ranks, "gloo"))
 
     def connected(self, axis: Axis) -> Axis:
-        """Set up the axis' communicator for collectives, by making some; returns `axis`."""
+        """Set up the communicator of `axis` by running collectives on it; return `axis`."""
         if axis.group is None:
             return axis
         on_nccl = axis.backend == "nccl"
         numbers = torch.zeros(axis.size, device=self.device if on_nccl else "cpu")
         dist.all_reduce(numbers, group=axis.group)
-        if on_nccl:  # which makes ready for each kind at its first call
+        if on_nccl:  # NCCL sets up each kind of collective at its first call
             all_gather(numbers, axis)
             reduce_scatter(numbers, axis)
             start_all_to_all(numbers, axis)[1]()
@@ -198,7 +198,7 @@ class ParallelMesh:
     def _new_axis(
         self, ranks: Sequence[int], backend: str | None = None, *, options: Any = None
     ) -> Axis:
-        """A new group; one rank has none, whose threads would look for messages that never come."""
+        """Make the axis of a group. A single rank gets no process group, as it has no peers."""
         if len(ranks) == 1:
             return Axis.alone(self.rank)
         backend = backend or self.backend
@@ -207,17 +207,17 @@ class ParallelMesh:
         return Axis(len(ranks), list(ranks).index(self.rank), tuple(ranks), group, backend, line)
 
     def _new_group(self, ranks: Sequence[int], backend: str, options: Any) -> dist.ProcessGroup:
-        """A group as of ``dist.new_group``, under a name on which the members agree.
+        """Make a group like ``dist.new_group``, but under a name on which its members agree.
 
-        They find each other by the name. torch's own name counts the groups that a process has
-        made, of whatever ranks, and members need not have made equally many.
+        Members find each other by the name of the group. torch's default name counts all groups
+        that a process has made, and that count may differ between members.
         """
         assert list(ranks) == sorted(ranks), f"{ranks} are not in ascending order"
         c10d = dist.distributed_c10d
         others = c10d._world.pg_group_ranks
         twins = sum(list(members) == list(ranks) for members in others.values())
         name: Any = group_name(ranks, twins)
-        meeting = self.journal.counter(f"meeting.{name}", ranks)
+        counter = self.journal.counter(f"meeting.{name}", ranks)
         make = functools.partial(
             c10d._new_process_group_helper,
             len(ranks),
@@ -229,13 +229,14 @@ class ParallelMesh:
             backend_options=options,
             timeout=self.timeout,
         )
-        group, _ = meeting.wait(meeting.count(), make)
+        group, _ = counter.wait(counter.count(), make)
         others[group] = {rank: index for index, rank in enumerate(ranks)}
         return group
 
     def holders_of(self, pp_indices: Sequence[int]) -> Axis:
-        """A new group of the ranks of several pipeline indices that have this one's other
-        coordinates, for what is in host memory; this rank is alone where it is not among them."""
+        """Make a group of the pipeline ranks `pp_indices` with this rank's other coordinates; it
+        communicates host tensors. If this rank's pipeline index is not in `pp_indices`, return an
+        axis with only this rank."""
         if self.at.pp not in pp_indices:
             return Axis.alone(self.rank)
         ranks = (self.grid.rank_of(self.at._replace(pp=index)) for index in pp_indices)
@@ -243,8 +244,8 @@ class ParallelMesh:
 
     @functools.cached_property
     def sequence(self) -> Axis:
-        """Ranks with parts of the same sequences: cp x tp, where these split activations. All of
-        them ask for it at once."""
+        """Axis of the cp x tp ranks among which sequence parallelism splits the positions of the
+        same sequences. Collective on first access."""
         at, grid = self.at, self.grid
         if grid.cp == 1 or (grid.tp == 1 and self.backend != "nccl"):
             return self.tp if grid.cp == 1 else self.cp
@@ -253,13 +254,15 @@ class ParallelMesh:
 
     @functools.cached_property
     def ep(self) -> Axis:
-        """The ep x etp ranks that share what is split over ep. All of them ask for it at once."""
+        """Axis of the ep x etp ranks over which all experts of a stage are split. Collective on
+        first access."""
         return self.connected(self.group_of(self.grid.ep_peers(self.rank)))
 
     @functools.cached_property
     def ep_hops(self) -> tuple[Axis, Axis] | None:
-        """Of these, the ranks of this one's node, and those that have its place in each node; None
-        where ``grid.ranks_per_node`` is. All of them ask for it at once."""
+        """Two axes for the two all-to-alls of hierarchical dispatch: :attr:`ep`'s ranks on this
+        node, and its ranks with this rank's local index on every node. None if
+        ``grid.ranks_per_node`` is None. Collective on first access."""
         if self.grid.ranks_per_node is None:
             return None
         inner, outer = map(self.group_of, self.grid.ep_hops(self.rank))
@@ -267,8 +270,8 @@ class ParallelMesh:
 
     @functools.cached_property
     def etp(self) -> Axis:
-        """The etp ranks that have the same indices over ep, and split their width. All of them ask
-        for it at once."""
+        """Axis of the etp ranks over which the FFN hidden size of the same experts is split.
+        Collective on first access."""
         size = self.grid.etp
         if self.grid.ep == 1:
             return self.ep
@@ -278,14 +281,12 @@ class ParallelMesh:
     def ordered_sum(
         self, vector: torch.Tensor, *axes: AxisName | Axis, largest: int = 0
     ) -> torch.Tensor:
-        """Sum a 1-D `vector` in host memory over the axes, one after the other, each by
-        :func:`sum_in_pairs`.
+        """Sum a 1-D host `vector` over each of the axes in turn, with :func:`sum_in_pairs`.
 
         The last `largest` values are not summed: the result has their maxima over the axes.
 
-        Unlike an all-reduce, the order of the additions does not depend on the backend or on
-        the place in a buffer, so the result is bitwise the same on every rank and in every
-        schedule.
+        The order of additions depends neither on the backend nor on positions in a buffer, unlike
+        that of an all-reduce. So the result is bitwise equal on every rank and in every schedule.
         """
         for given in axes:
             axis = given if isinstance(given, Axis) else self._host[given]
@@ -296,7 +297,7 @@ class ParallelMesh:
     def start_ordered_sum(
         self, vector: torch.Tensor, name: AxisName, *, largest: int = 0
     ) -> Callable[[], torch.Tensor]:
-        """Begin an :meth:`ordered_sum` over one axis; the returned function waits for the sum."""
+        """Start an :meth:`ordered_sum` over one axis. The returned function waits for the sum."""
         axis = self._host[name]
         if axis.group is None:
             return lambda: vector
@@ -310,20 +311,20 @@ class ParallelMesh:
         return result
 
     def to_host(self, values: torch.Tensor) -> list[float]:
-        """Numbers of the device's, once it has computed them; all ranks call it."""
+        """Return device values as floats, after waiting for the device. All ranks call it."""
         self.journal.set_activity(text("adding up the totals"))
         numbers: list[float] = self._computed.wait(self._computed.count(), values.tolist)
         return numbers
 
     def gather_numbers(self, own: torch.Tensor) -> torch.Tensor:
-        """The numbers of all ranks: [n] int64 in host memory, as many on each -> [world, n]."""
+        """Gather int64 values of all ranks: [n] in host memory -> [world, n]. Collective."""
         whole = own.unsqueeze(0)
         for name in reversed(AXES):
             whole = all_gather(whole, self._host[name])
         return whole
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank."""
+        """Whether `flag` is set on any rank. Collective."""
         value = torch.tensor([float(flag)])
         for axis in self._host.values():
             if axis.group is not None:
@@ -334,16 +335,16 @@ class ParallelMesh:
         return bool(value.item())
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         self.any(False)
 
     @functools.cached_property
     def store(self) -> dist.Store:
-        """Keys and values that all ranks see."""
+        """Key-value store of the whole job."""
         return dist.HashStore() if self.world == 1 else dist.distributed_c10d._get_default_store()
 
     def share(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
+        """Return on every rank the text that rank 0 passes. Collective."""
         if self.world == 1:
             return text
         key, number = self._next_key(), self._first.count()
@@ -351,28 +352,29 @@ class ParallelMesh:
             self.store.set(key, text)
             return text
 
-        def told() -> bytes:
+        def receive() -> bytes:
             await_keys(self.store, [key], self.timeout.total_seconds())
             value: bytes = self.store.get(key)
             return value
 
-        return self._first.wait(number, told).decode()
+        return self._first.wait(number, receive).decode()
 
     def gather(self, text: str, name: AxisName) -> list[str]:
-        """The texts of an axis by index, on its first rank; nothing on the others."""
+        """Return the texts of the axis `name`, by index, on its first rank; [] on other ranks."""
         axis = self._host[name]
         if axis.group is None:
             return [text]
         content = text.encode()
         lengths = all_gather(torch.tensor([len(content)]), axis).tolist()
-        padded = bytearray(content.ljust(max(*lengths, 1)))  # nothing cannot be sent
+        padded = bytearray(content.ljust(max(*lengths, 1)))  # an empty tensor cannot be sent
         rows = all_gather(torch.frombuffer(padded, dtype=torch.uint8), axis).view(axis.size, -1)
         if axis.index > 0:
             return []
         return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def long_barrier(self, patience: datetime.timedelta) -> None:
-        """Wait until every rank is here, for up to `patience`, also beyond a group's timeout."""
+        """Wait until every rank has called this method, for at most `patience`. The timeouts of the
+        process groups do not apply."""
         if self.world == 1:
             return
         key = self._next_key()
@@ -381,7 +383,8 @@ class ParallelMesh:
         await_keys(self.store, [key], patience.total_seconds())
 
     def agree(self, error: str | None) -> str | None:
-        """The error text of one rank that has one, the same on every rank; None if none has."""
+        """Return on every rank the first `error` that a rank passes; None if every rank passes
+        None. Collective."""
         if self.world == 1:
             return error
         key = self._next_key()
@@ -393,13 +396,14 @@ class ParallelMesh:
         return value.decode()
 
     def leave_hangs_to_monitors(self) -> None:
-        """Have the groups so far wait for longer than any job is suspended.
+        """Set the timeouts of the existing groups to more than the longest suspension of a job.
 
-        Their own clocks go on while a process is stopped, and a time-out breaks a group for good.
+        The clock of a group runs on while its process is suspended, and a timeout breaks the group
+        for good. Monitors (:mod:`megapipe.watch`) find hangs instead.
         """
         for group in dist.distributed_c10d._world.pg_map:
             for device in group._device_types:
-                with suppress(RuntimeError):  # it has nothing for the device, or no time-outs there
+                with suppress(RuntimeError):  # no backend for the device, or one without timeouts
                     group._get_backend(device)._set_default_timeout(SUSPENDED)
         await_messages_for(SUSPENDED)
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node's memory, and groups of ranks through which nodes reach each other."""
+"""Which ranks are on the same node, and groups with one rank of every node."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megapipe.distributed.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, numbered by their first ranks."""
+    """The nodes of a job, numbered in the order of their lowest ranks."""
 
     of_rank: tuple[int, ...]
 
     @classmethod
     def from_names(cls, names: Sequence[int]) -> Nodes:
-        """The nodes where ranks of one node have one name; by rank."""
+        """Build the nodes from a numeric name per rank, equal for ranks on the same node."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
     @classmethod
     def on(cls, mesh: ParallelMesh, name: int) -> Nodes:
-        """The nodes of all ranks, of which each gives the name of its own."""
+        """Build the nodes of a job. Each rank passes the `name` of its own node. Collective."""
         return cls.from_names(mesh.gather_numbers(torch.tensor([name])).flatten().tolist())
 
     @property
@@ -36,26 +36,26 @@ class Nodes:
         return [rank for rank, own in enumerate(self.of_rank) if own == node]
 
     def local_index(self, rank: int) -> int:
-        """Place of a rank among those of its node."""
+        """Return the index of a rank among the ranks of its node."""
         return self.of_rank[:rank].count(self.of_rank[rank])
 
     @property
     def lanes(self) -> int:
-        """How many groups of one rank of each node there are: of the first, the second, ..."""
+        """Number of cross-node groups. Group i has the rank with local index i of every node."""
         return min(self.of_rank.count(node) for node in range(self.count))
 
     def cross_node_group(self, number: int) -> list[int]:
-        """The ranks of such a group, ascending."""
+        """Return the ranks with local index `number`, one on each node, ascending."""
         return sorted(self.ranks(node)[number] for node in range(self.count))
 
     def backup_source(self, node: int) -> int:
-        """The node of which this one keeps copies; itself where it is the only one."""
+        """Return the node whose state `node` backs up: the previous node; itself if it is alone."""
         return (node - 1) % self.count
 
 
 def cross_node_axis(mesh: ParallelMesh, nodes: Nodes) -> Axis:
-    """This rank's group of one rank of each node; it is alone where it is in none, or there is one
-    node. All ranks call it."""
+    """Return the axis of the ranks with this rank's local index, one on each node. The axis has
+    only this rank if there is one node, or if a node has no rank with that index. Collective."""
     number = nodes.local_index(mesh.rank)
     if nodes.count == 1 or number >= nodes.lanes:
         return Axis.alone(mesh.rank)

@@ -1,6 +1,6 @@
-"""A mesh of which only one rank exists, and that one only to be planned.
+"""A mesh for planning: only one rank exists, and its collectives send nothing.
 
-Its collectives send nothing and return at once; they are noted. Tensors are on torch's meta device.
+Collectives are recorded and return at once. Tensors are on torch's meta device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from megapipe.distributed import gloo
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
 
 COLLECTIVES = {
-    # method of a process group: the collective, and which argument is the whole tensor
     "allreduce": ("all_reduce", 0),
     "_allgather_base": ("all_gather", 0),
     "all_gather_single": ("all_gather", 0),
@@ -25,34 +24,35 @@ COLLECTIVES = {
     "alltoall_base": ("all_to_all", 1),
     "all_to_all_single": ("all_to_all", 1),
 }
-"""torch renamed some in version 2.13."""
+"""Collective and argument index of its whole tensor, by the name of a process group's method.
+torch 2.13 renamed some methods."""
 BY_MESSAGES = {gloo.SUM: "reduce_scatter", gloo.GATHER: "all_gather", gloo.SPREAD: "all_gather"}
-"""Collectives that gloo sends as messages to all other members, equally long, by their tags."""
+"""Collective by tag of its messages, which gloo sends in equal size to all members."""
 
 
 class Collective(NamedTuple):
-    """A collective, or a message that is sent."""
+    """A recorded collective or sent message."""
 
     kind: str
-    """all_reduce, all_gather, reduce_scatter, all_to_all or send."""
+    """One of all_reduce, all_gather, reduce_scatter, all_to_all and send."""
     ranks: tuple[int, ...]
-    """Members of the group."""
+    """Ranks of the group."""
     bytes: int
-    """Size of the whole tensor: what is gathered, or what is to be summed or shared out."""
+    """Bytes of the whole tensor: the gathered one, or the one that is summed or distributed."""
     dtype: torch.dtype
     group: object
-    """The planned process group."""
+    """The planned process group that recorded the collective."""
 
 
 class _Complete:
-    """A work that is complete."""
+    """A handle of a completed operation."""
 
     def wait(self) -> bool:
         return True
 
 
 class _PlannedGroup:
-    """Has the methods of a process group that collectives call."""
+    """Replacement for a process group: it sends nothing, and only records collectives."""
 
     def __init__(
         self, ranks: tuple[int, ...], index: int, note: Callable[[Collective], None]
@@ -66,26 +66,26 @@ class _PlannedGroup:
 
         def call(*arguments: Any) -> _Complete:
             given = arguments[whole]
-            self._told(kind, [given] if isinstance(given, Tensor) else given)
+            self._record(kind, [given] if isinstance(given, Tensor) else given)
             return _Complete()
 
         return call
 
     def send(self, tensors: Sequence[Tensor], member: int, tag: int) -> _Complete:
-        """Note a message; a collective with the message to the next member."""
+        """Record a message; if a collective consists of such messages, record it at one of them."""
         if tag not in BY_MESSAGES:
-            self._told("send", tensors)
+            self._record("send", tensors)
         elif member == (self._index + 1) % len(self._ranks):
-            self._told(BY_MESSAGES[tag], tensors, parts=len(self._ranks))
+            self._record(BY_MESSAGES[tag], tensors, parts=len(self._ranks))
         return _Complete()
 
-    def _told(self, kind: str, tensors: Sequence[Tensor], parts: int = 1) -> None:
+    def _record(self, kind: str, tensors: Sequence[Tensor], parts: int = 1) -> None:
         nbytes = sum(prod(each.shape) * each.element_size() for each in tensors)
         dtype = tensors[0].dtype
         self._note(Collective(kind, self._ranks, parts * nbytes, dtype, self))
 
     def recv(self, *_: Any) -> _Complete:
-        """Receive a message, which its sender counts."""
+        """Return a completed receive. Nothing is recorded, as the sender records the message."""
         return _Complete()
 
     def size(self) -> int:
@@ -93,10 +93,10 @@ class _PlannedGroup:
 
 
 class PlannedMesh(ParallelMesh):
-    """The mesh as `rank` of a job would have it; there are no processes.
+    """The mesh that `rank` of a job would have, without processes.
 
-    `backend` is that of the job. With gloo collectives take the memory that their messages take;
-    with NCCL none, its own buffers aside. `note` is called for each collective.
+    `backend` is the job's backend. With gloo, collectives allocate memory for messages; with NCCL
+    they allocate none, because NCCL has its own buffers. `note` is called with each collective.
     """
 
     def __init__(

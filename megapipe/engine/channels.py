@@ -1,18 +1,18 @@
 """One-way point-to-point channels between pipeline ranks.
 
-There is one channel per ordered pair of ranks that a program uses. Messages arrive in the order
-in which they were sent, so they need no tags. Two kinds share an interface: process groups, and
-plain queues for the case that one process runs all pipeline ranks.
+There is one channel per ordered pair of ranks that a program uses. Messages arrive in the order in
+which they were sent, so they need no tags. Two kinds share an interface: process groups, and plain
+queues if one process runs all pipeline ranks.
 
-Each process-group channel has a two-rank process group of its own. A shared one would serialise
-both directions (NCCL), and communicators made on first use are made in different orders on
-different ranks and hang. At most one receive is posted ahead per channel, when
-:mod:`megapipe.engine.receives` says.
+Each process-group channel has its own two-rank process group. A shared group would serialise both
+directions (NCCL), and communicators made on first use are made in different orders on different
+ranks and hang. At most one receive per channel is posted ahead;
+:mod:`megapipe.engine.recv_prefetch` decides when.
 
-On gloo a send completes only when the peer posts its receive, and asking whether it has completed
-needs a wait. So sends are never waited for: the lowering knows which of them must have arrived
-when a message comes back (``acks``), and those are let go then; the rest at the end of the step.
-NCCL can be asked, so there a sent tensor is let go as soon as it is out.
+On gloo a send completes only when the peer posts the receive, and only a wait shows completion. So
+gloo sends are not polled. The lowering knows which sends must have arrived when a message comes
+back (``acks``); their tensors are freed then, and all others at the end of the step. NCCL sends can
+be polled, so their tensors are freed as soon as the sends complete.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megapipe.schedule.program import Action
 
 Shape = tuple[int, ...]
 MessageShape = Callable[[Op], Any]
-"""Shape of a message; where it is packed, a :class:`~megapipe.engine.packed.PackedTensor` for each
-tensor."""
+"""Function that returns the shape of a message. If the message is packed, the shape is one
+:class:`~megapipe.engine.packed.PackedTensor` for each of its tensors."""
 
 
 class VersionedMessage(NamedTuple):
-    """The name of a message that says which weights the operation that made it has read."""
+    """Name of a message, with the weight version that the producing operation has read."""
 
     kind: Kind
     stage: int
@@ -52,13 +52,13 @@ class VersionedMessage(NamedTuple):
 
 Name = Op | VersionedMessage
 ExpectedMessages = Sequence[tuple[Name, Any]]
-"""The messages of a channel in a step, in order: what each is, and its shape."""
+"""Messages of a channel in a step, in order: the name and the shape of each."""
 Message = Any
-"""A tensor, or where messages are packed a tuple of tensors."""
+"""A tensor, or a tuple of tensors if messages are packed."""
 
 
 def message_of(action: Action) -> Op:
-    """The name of the message that `action` sends or receives: the op that produced it."""
+    """Return the name of the message that `action` sends or receives: the op that produced it."""
     return Op(action.kind, action.stage, action.microbatch, action.slice)
 
 
@@ -69,37 +69,37 @@ class SendChannel(Protocol):
         """Send without blocking; the tensor must not be written afterwards."""
 
     def acknowledge(self, messages: int) -> None:
-        """The peer has received the oldest `messages`, a number, that were not yet acknowledged."""
+        """Record that the peer has received the `messages` oldest unacknowledged messages."""
 
     def finish(self) -> None:
-        """End a step: wait for the sends that are not acknowledged, and let go of their tensors."""
+        """End a step: wait for the unacknowledged sends, and free their tensors."""
 
     def suspend(self) -> int:
-        """Wait for the sends that are not acknowledged, as others come in between; returns how many
-        acknowledgements are to come, for :meth:`restore`."""
+        """Wait for the unacknowledged sends, so that other programs can use the channel. Return the
+        number of messages that are still to be acknowledged, for :meth:`restore`."""
 
     def restore(self, messages: int) -> None:
-        """Go on where so many `messages` are yet to be acknowledged."""
+        """Continue after :meth:`suspend`, with `messages` messages still to be acknowledged."""
 
 
 class RecvChannel(Protocol):
     """The receiver's end of a channel."""
 
     def expect(self, expected: ExpectedMessages) -> None:
-        """Announce the messages that come next, after those announced before."""
+        """Announce the next messages, which come after those announced before."""
 
     def post(self) -> None:
-        """Begin to receive the next message announced, if there is one and that has not begun."""
+        """Start to receive the next announced message, if there is one and it has not started."""
 
     def arrived(self) -> bool:
-        """Whether :meth:`receive` returns without this process running another rank's program."""
+        """Whether :meth:`receive` can return before this process runs another rank's program."""
 
     def receive(self) -> Message:
         """Wait for the next message, posted or not, and return it."""
 
 
 class Channels(Protocol):
-    """A pipeline rank's ends of its channels, by the rank at the other end."""
+    """A pipeline rank's ends of its channels, by the peer's pipeline rank."""
 
     @property
     def outgoing(self) -> Mapping[int, SendChannel]: ...
@@ -109,7 +109,7 @@ class Channels(Protocol):
 
 
 class LocalChannel:
-    """Both ends of a channel within a process; tensors are handed over."""
+    """Both ends of a channel within a process; tensors are passed by reference."""
 
     def __init__(self) -> None:
         self.messages: deque[tuple[Name, Tensor]] = deque()
@@ -147,7 +147,7 @@ class LocalChannel:
 
 
 class InProcessChannels:
-    """Queues between pipeline ranks that live in one process."""
+    """Queues between pipeline ranks that share a process."""
 
     def __init__(
         self, outgoing: Mapping[int, LocalChannel], incoming: Mapping[int, LocalChannel]
@@ -157,7 +157,7 @@ class InProcessChannels:
 
     @classmethod
     def connect(cls, ranks: int) -> list[InProcessChannels]:
-        """One end per pipeline rank, all connected."""
+        """Return the channel ends of each pipeline rank, all connected."""
         queues = [[LocalChannel() for _ in range(ranks)] for _ in range(ranks)]
         return [
             cls(dict(enumerate(queues[rank])), {a: queues[a][rank] for a in range(ranks)})
@@ -175,45 +175,45 @@ class _Line:
         self.peer = 1 - ends.index
         self.ranks = ends.ranks
         self.device = device
-        """Where the stages compute."""
+        """Device on which the stages compute."""
         self.wire = wire
-        """Where messages are sent from and received: gloo's go through host memory."""
+        """Device that messages are sent from and received on; for gloo it is the host."""
         self.moves = wire != device
-        """Whether that is elsewhere."""
+        """Whether messages are copied between `wire` and `device`."""
         self.words, self.at = ends.line.words, ends.line.at
-        """Where the journal counts exchanges: added to here, which costs no call."""
+        """The journal's counters of exchanges, and the index of this group's counter in them."""
         self.limit: Sequence[timedelta] = gloo.LIMIT if wire.type == "cpu" else ()
-        """Arguments of the wait for a message."""
+        """Arguments of the wait for a message: gloo's timeout, or no argument."""
 
 
 class _Outgoing(_Line):
-    """Holds what it sent, oldest first, until it is known to be received."""
+    """A sender, which holds sent tensors, oldest first, until they are known to be received."""
 
     def __init__(self, ends: Axis, device: torch.device, wire: torch.device) -> None:
         super().__init__(ends, device, wire)
-        self.under_way: deque[tuple[Any, Tensor]] = deque()
+        self.in_flight: deque[tuple[Any, Tensor]] = deque()
         self.sent = 0
-        """The number of the message that was sent last, as the line counts them."""
+        """The journal's count of exchanges when the newest message was sent."""
         self.unacknowledged = 0
-        """Messages sent and not known from acknowledgements to be received."""
+        """Number of sent messages that have not been acknowledged yet."""
 
     def send(self, message: Name, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
         if self.moves:
             tensor = tensor.to(self.wire)
         self.words[self.at] = self.sent = self.words[self.at] + 1
-        self.under_way.append((self.group.send([tensor], self.peer, 0), tensor))
+        self.in_flight.append((self.group.send([tensor], self.peer, 0), tensor))
         self.unacknowledged += 1
 
     def acknowledge(self, messages: int) -> None:
         self.unacknowledged -= messages
-        while len(self.under_way) > self.unacknowledged:
+        while len(self.in_flight) > self.unacknowledged:
             self.release()
 
     def release(self) -> Tensor:
-        """Let go of the oldest message, once it is complete."""
-        oldest = self.sent - len(self.under_way) + 1
-        work, tensor = self.under_way.popleft()
+        """Wait for the oldest message, and return its tensor to be freed."""
+        oldest = self.sent - len(self.in_flight) + 1
+        work, tensor = self.in_flight.popleft()
         self.line.wait(oldest, work.wait, *self.limit)
         return tensor
 
@@ -230,16 +230,16 @@ class _Outgoing(_Line):
 
 
 class _PolledOutgoing(_Outgoing):
-    """Where a send can be asked whether it has completed: on NCCL."""
+    """A sender on NCCL, which polls whether sends are complete."""
 
     def send(self, message: Name, tensor: Tensor) -> None:
-        while self.under_way and self.under_way[0][0].is_completed():
+        while self.in_flight and self.in_flight[0][0].is_completed():
             self.release()
         super().send(message, tensor)
 
 
 class _Incoming(_Line):
-    """Has one receive posted at most."""
+    """A receiver with at most one posted receive."""
 
     def __init__(
         self, ends: Axis, device: torch.device, wire: torch.device, dtype: torch.dtype
@@ -285,17 +285,17 @@ def _header(message: Name, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _spoil(tensor: Tensor) -> Tensor:
-    """Fill with NaN; bytes of ones are NaN in every floating-point type."""
+    """Fill a tensor with NaN; all-ones bytes are NaN in every floating-point type."""
     return tensor.fill_(255 if tensor.dtype == torch.uint8 else float("nan"))
 
 
 class _DebugOutgoing(_Outgoing):
-    """Sends a header before each message, and a copy that is filled with NaN when it is let go."""
+    """Sends a header and a copy of each message, and fills the copy with NaN before freeing it."""
 
     def send(self, message: Name, tensor: Tensor) -> None:
         header = _header(message, tensor.shape, tensor.dtype).to(self.wire)
         super().send(message, header)
-        self.unacknowledged -= 1  # it is acknowledged with its message
+        self.unacknowledged -= 1  # the header is acknowledged together with its message
         super().send(message, tensor.clone())
 
     def release(self) -> Tensor:
@@ -305,12 +305,12 @@ class _DebugOutgoing(_Outgoing):
 
     def acknowledge(self, messages: int) -> None:
         self.unacknowledged -= messages
-        while len(self.under_way) > 2 * self.unacknowledged:
+        while len(self.in_flight) > 2 * self.unacknowledged:
             self.release()
 
 
 class _DebugIncoming(_Incoming):
-    """Checks each header before it takes the message into a buffer filled with NaN."""
+    """Checks each header before it receives the message into a buffer filled with NaN."""
 
     def post(self) -> None:
         if self.posted is not None or not self.expected:
@@ -340,7 +340,7 @@ class ProcessGroupChannels:
     """Channels over two-rank process groups, by the peer's pipeline rank.
 
     With `debug` every message has a header that is checked, and buffers are filled with NaN. NCCL
-    runs `ctas` thread blocks for each channel at most.
+    runs at most `ctas` thread blocks for each channel.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class ProcessGroupChannels:
                 continue
             source, target = pair
             ends = mesh.group_of([mesh.pp.ranks[i] for i in sorted(pair)], ctas=ctas)
-            # a first message connects the channel now, while all ranks go by the same rounds
+            # a first message connects the channel now, while all ranks follow the same rounds
             greeting = torch.zeros(1, device=wire)
             if source == mesh.pp.index:
                 self.outgoing[target] = outgoing(ends, mesh.device, wire)

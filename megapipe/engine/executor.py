@@ -1,10 +1,10 @@
 """The loop over ops: runs one pipeline rank's lowered program.
 
-Each action is bound once, when the executor is made, to the stage or the channel that it works
-on; a step calls them one after the other. Outputs and gradients wait in an inbox, keyed by the op
-that produced them, until the op that needs them runs; neighbours on the same rank find them there
-without a message. An executor can be advanced action by action, so one process can also run the
-programs of all pipeline ranks in turn.
+The constructor turns each action into a call, bound to the stage or channel that the action works
+on. A step runs these calls one after the other. Outputs and gradients wait in an inbox, keyed by
+the op that produced them, until the op that needs them runs; neighbouring stages on one rank need
+no message. An executor can run action by action, so one process can run all ranks' programs in
+turn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from torch.nn import Parameter
 
 from megapipe.engine.channels import Channels, Message, MessageShape, message_of
-from megapipe.engine.names import name_of
-from megapipe.engine.receives import posts
+from megapipe.engine.profiler_names import name_of
 from megapipe.engine.recorder import Recorder
+from megapipe.engine.recv_prefetch import posts
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.data_parallel import last_gradients
@@ -29,57 +29,58 @@ from megapipe.watch.journal import Journal, text
 
 Call = Callable[[], None]
 Noted = tuple[bytes, bool, Call]
-"""Name of an action for the journal, whether it computes an operation, and its call."""
+"""An action: its name for the journal, whether it computes an operation, and its call."""
 
 
 class DataParallelHooks(Protocol):
-    """Collectives of data-parallel replicas for one stage, none of which holds up the rest."""
+    """Collectives of data-parallel replicas, by stage; they run beside other work."""
 
     def reduce(self, stage: int) -> None:
-        """REDUCE: no operation adds to the stage's gradients for now; send them off."""
+        """REDUCE: start to reduce the stage's gradients. No operation adds to them meanwhile."""
 
     def gradient_ready(
         self, stage: int, parameter: Parameter, waiting: Iterable[Parameter]
     ) -> None:
-        """`parameter` has got its gradient; the gradients of `waiting` are yet to be computed.
+        """Record that the gradient of `parameter` is complete; gradients of `waiting` are deferred.
 
-        Called in the last operation before a REDUCE: gradients that are complete may be sent off.
+        Called in the last operation before a REDUCE, so that reductions of buckets can start early.
         """
 
     def alloc_grads(self, stage: int) -> None:
-        """ALLOC_GRADS: make room for the weight gradients that come next."""
+        """ALLOC_GRADS: allocate memory for the stage's next weight gradients."""
 
     def unshard(self, stage: int) -> None:
-        """UNSHARD: begin to gather the weights."""
+        """UNSHARD: start the all-gather of the stage's weights."""
 
     def wait_weights(self, stage: int) -> None:
-        """WAIT_WEIGHTS: wait until the weights are gathered."""
+        """WAIT_WEIGHTS: wait for the all-gather of the stage's weights."""
 
     def reshard(self, stage: int) -> None:
-        """RESHARD: let go of the gathered weights until the next UNSHARD."""
+        """RESHARD: free the stage's gathered weights until the next UNSHARD."""
 
 
 class Speculation(NamedTuple):
-    """The prefix of a rank's program that can be undone (:mod:`megapipe.schedule.speculation`)."""
+    """Prefix of a rank's program that can be undone (:mod:`megapipe.schedule.speculation`)."""
 
     actions: int
     arriving: Counter[int]
-    """Messages that other ranks send within their prefixes, by rank."""
+    """Number of messages that the prefix of each other rank sends to this rank."""
 
 
 class Executor:
     """Runs `program` with this rank's `stages` (by global stage number) over its `channels`.
 
-    `shape` gives the shape of each message. With `train` false the forward ops build no graph
-    (validation). A `recorder` is told when each op starts and stops. `wrap` may put something
-    around every action's call. Each is noted in the `journal` as it begins. `synchroniser` is
-    needed where the program synchronises data-parallel replicas.
+    `shape` returns the shape of each message. With `train` false the forward ops build no graph
+    (validation). A `recorder` is notified when each op starts and stops. `wrap` wraps the call of
+    every action. Each action is noted in the `journal` as it starts. `synchroniser` is needed if
+    the program has data-parallel actions.
 
-    Receives are posted `receive_ahead` operations before they are needed, by default as early as
-    can be, from the second step on. In the first one kernels are loaded and memory is found: on a
-    GPU both may wait for all that runs there, and a receive that spins would be among it.
+    From the second step on, receives are posted `receive_ahead` operations before need, by default
+    as early as possible. The first step posts none ahead: it loads kernels and allocates memory,
+    which on a GPU can wait for all running work, so also for a posted receive.
 
-    `inbox` has what waits there already, and takes what is left over at the end.
+    `inbox` maps ops to their outputs that no op has consumed yet. A no-flush schedule passes it on
+    from program to program.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class Executor:
                 expected = message, shape(message)
                 self._expected[action.peer].append(expected)
         self._calls = [self._bind(action) for action in program.actions]
-        for place in last_gradients(program.actions).values():
-            stage = program.actions[place].stage
-            self._calls[place] = self._watched(self._calls[place], stage)
+        for index in last_gradients(program.actions).values():
+            stage = program.actions[index].stage
+            self._calls[index] = self._watched(self._calls[index], stage)
         self._notes = [
             (text(name_of(action)), action.do == ActionKind.COMPUTE and action.kind != Kind.U)
             for action in program.actions
         ]
-        """Name of each action for the journal, and whether it computes an operation."""
+        """Name of each action for the journal, and whether the action computes an operation."""
         if wrap is not None:
             self._calls = list(map(wrap, program.actions, self._calls))
         self._next = 0
@@ -137,7 +138,7 @@ class Executor:
         self._microbatches = microbatches
         self._next = 0
         if self.recorder is not None:
-            self.recorder.begin()  # waits for the device, and so for receives that are posted
+            self.recorder.begin()  # waits for the device, and so for posted receives
         for peer, expected in self._expected.items():
             first = len(expected) if self._speculation is None else self._speculation.arriving[peer]
             self.channels.incoming[peer].expect(expected[:first])
@@ -147,18 +148,18 @@ class Executor:
         return self._next == len(self._calls)
 
     def ready(self) -> bool:
-        """Whether the next action can run without waiting for another program."""
+        """Whether the next action can run without waiting for another rank's program."""
         action = self.program.actions[self._next]
         return action.do != ActionKind.RECV or self.channels.incoming[action.peer].arrived()
 
     def advance(self) -> None:
         """Run the next action."""
-        place = self._next
+        index = self._next
         self._next += 1
-        self._run_all([(*self._notes[place], self._calls[place])])
+        self._run_all([(*self._notes[index], self._calls[index])])
 
     def finish(self) -> None:
-        """End the step: all messages delivered, nothing left over."""
+        """End the step: check that every message was delivered and consumed."""
         for channel in self.channels.outgoing.values():
             channel.finish()
         assert not self._inbox, f"never consumed: {sorted(self._inbox)}"
@@ -171,18 +172,18 @@ class Executor:
         self._stepped = True
 
     def set_speculation(self, speculation: Speculation) -> None:
-        """Let steps begin with :meth:`run_prefix` from now on."""
+        """Let steps start with :meth:`run_prefix` from now on, with the prefix `speculation`."""
         self._speculation = speculation
         self._parts = self._cut()
 
     def run_prefix(self, microbatches: Mapping[Key, MicroBatch]) -> None:
-        """Begin a step by its prefix that can be undone; then :meth:`resume` or :meth:`abort`."""
+        """Run the prefix that can be undone; then call :meth:`resume` or :meth:`abort`."""
         assert self._speculation is not None
         self.begin(microbatches)
         self._run(0)
 
     def resume(self) -> None:
-        """Run what follows the prefix."""
+        """Run the rest of the step after the prefix."""
         assert self._speculation is not None
         for peer, expected in self._expected.items():
             self.channels.incoming[peer].expect(expected[self._speculation.arriving[peer] :])
@@ -191,7 +192,7 @@ class Executor:
         self._stepped = True
 
     def abort(self) -> None:
-        """Undo the prefix: receive and drop its messages. All pipeline ranks do so, or none."""
+        """Undo the prefix: receive and drop its messages. Collective over pipeline ranks."""
         assert self._speculation is not None
         taken = Counter(
             action.peer
@@ -205,12 +206,12 @@ class Executor:
         self.finish()
 
     def _run(self, *parts: int) -> None:
-        """Run the prefix that can be undone (0), what follows it (1), or both."""
+        """Run the prefix that can be undone (0), the rest of the step (1), or both."""
         for part in parts:
             self._run_all(self._parts[self._stepped][part])
 
     def _run_all(self, noted: Sequence[Noted]) -> None:
-        """Make the calls. Nothing but they costs a call of Python, unless somebody listens."""
+        """Run the calls, with no Python call between them unless compute times are measured."""
         note, own_time = self.journal.note, self.journal.own_time
         if not own_time.on:
             for name, _, call in noted:
@@ -225,7 +226,7 @@ class Executor:
                 call()
 
     def _cut(self) -> tuple[tuple[list[Noted], list[Noted]], tuple[list[Noted], list[Noted]]]:
-        """Prefix and rest of the calls, without receives that are posted ahead and with them."""
+        """Return the calls twice as (prefix, rest): without and with receives posted ahead."""
         stop = 0 if self._speculation is None else self._speculation.actions
         posted = self._posts(stop)
         plain = [(*note, call) for note, call in zip(self._notes, self._calls, strict=True)]
@@ -238,7 +239,7 @@ class Executor:
         return (plain[:stop], plain[stop:]), ahead
 
     def _posts(self, stop: int) -> dict[int, list[int]]:
-        """The channels on which a receive is posted before an action, see :func:`posts`."""
+        """Return the peers whose next receive is posted before an action, by the action's index."""
         return posts(self.program.actions, self._receive_ahead, stop)
 
     def _bind(self, action: Action) -> Call:
@@ -258,7 +259,7 @@ class Executor:
         return call if self.recorder is None else self.recorder.timed(action, call)
 
     def _watched(self, call: Call, stage: int) -> Call:
-        """`call`, which tells the synchroniser of each weight gradient as it comes in."""
+        """Wrap `call` so that the synchroniser is notified of each weight gradient."""
         assert self.synchroniser is not None
         queue, watch = self.stages[stage].queue, partial(self.synchroniser.gradient_ready, stage)
 
@@ -352,8 +353,8 @@ def _key(action: Action) -> Key:
 def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
     """Run a whole step of all pipeline ranks in one process.
 
-    Each rank in turn runs until it must wait: an order that depends on the programs alone, so
-    tensor- and data-parallel peers, whose groups are real, follow the same one.
+    Each rank in turn runs until it must wait. This order depends only on the programs, so tensor-
+    and data-parallel peers in other processes follow the same order.
     """
     for executor in executors:
         executor.begin(microbatches)
@@ -363,7 +364,7 @@ def run_together(executors: Sequence[Executor], microbatches: Mapping[Key, Micro
 
 
 def take_turns(executors: Sequence[Executor]) -> None:
-    """Run the rest of the programs of all pipeline ranks in one process."""
+    """Run the rest of all pipeline ranks' programs in one process, each until it waits."""
     while not all(executor.done for executor in executors):
         progress = False
         for executor in executors:

@@ -1,4 +1,4 @@
-"""Messages of several tensors, each sent as one: the bytes of all of them, one after the other."""
+"""Messages of several tensors, sent as one byte tensor with all of them concatenated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PackedTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its length in the message."""
+        """Number of bytes of this tensor in the message, rounded up for alignment."""
         length = self.dtype.itemsize
         for size in self.shape:
             length *= size
@@ -36,7 +36,7 @@ class PackedTensor(NamedTuple):
 
 
 class PackedOutgoing:
-    """Sends tuples of tensors over `line`, as bytes."""
+    """Sends tuples of tensors as bytes over the channel `line`."""
 
     def __init__(self, line: SendChannel) -> None:
         self._line = line
@@ -66,7 +66,7 @@ class PackedOutgoing:
 
 
 class PackedIncoming:
-    """Receives bytes over `line`, and returns the tensors that were packed into them."""
+    """Receives bytes over the channel `line`, and returns the tensors packed into them."""
 
     def __init__(self, line: RecvChannel) -> None:
         self._line = line
@@ -99,7 +99,7 @@ class PackedIncoming:
 
 
 class PackedChannels:
-    """`channels` of bytes, for messages of several tensors."""
+    """Channels for messages of several tensors, over `channels` that carry bytes."""
 
     def __init__(self, channels: Channels) -> None:
         self.outgoing = {peer: PackedOutgoing(end) for peer, end in channels.outgoing.items()}

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from megapipe.distributed.mesh import ParallelMesh
+from megapipe.engine.async_runner import AsyncRunner, VersionedWeights
 from megapipe.engine.channels import (
     Channels,
     InProcessChannels,
@@ -16,11 +17,10 @@ from megapipe.engine.channels import (
     ProcessGroupChannels,
 )
 from megapipe.engine.executor import DataParallelHooks, Executor, Speculation, run_together
-from megapipe.engine.flow import AsyncRunner, VersionedWeights
-from megapipe.engine.names import named
 from megapipe.engine.packed import PackedChannels
+from megapipe.engine.profiler_names import named
 from megapipe.engine.recorder import Record, Recorder
-from megapipe.engine.shares import ScatterGatherChannels
+from megapipe.engine.scatter_gather import ScatterGatherChannels
 from megapipe.engine.stage import Key, Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.schedule.data_parallel import ReplicaPolicy, with_zero_actions
@@ -31,22 +31,21 @@ from megapipe.schedule.program import Program
 from megapipe.schedule.speculation import arriving, cut, speculation
 
 ShapeOf = Callable[[Schedule], MessageShape]
-"""The shapes of a schedule's messages."""
+"""Function that returns the shapes of a schedule's messages."""
 
 
 class Pipeline:
     """The pipeline ranks of this process, and the ends of their channels.
 
-    All schedules that it runs have the same `placement`; `policy` says when their data-parallel
-    replicas communicate. `shape_of` gives the shapes of messages, which are of `dtype`.
+    All schedules of a pipeline have the same `placement`; `policy` says when data-parallel replicas
+    communicate. `shape_of` returns the shapes of messages, whose type is `dtype`. With `packed` a
+    message can have several tensors.
 
-    `packed` messages may have several tensors each.
-
-    With `in_process` this process runs all pipeline ranks. With `scatter` each tensor-parallel rank
-    sends a share of what all of them have. With `debug` messages carry headers that are checked.
-    Receives are posted `receive_ahead` operations before they are needed, by default one on NCCL,
-    where one that waits occupies a multiprocessor, and elsewhere as early as can be. NCCL runs
-    `ctas` thread blocks for each channel at most.
+    With `in_process` this process runs all pipeline ranks. With `scatter` each tp rank sends a
+    shard of a message that all tp ranks have. With `debug` messages carry headers that are checked.
+    Receives are posted `receive_ahead` operations before need: by default one on NCCL, where a
+    waiting receive occupies a multiprocessor, and otherwise as early as possible. NCCL runs at most
+    `ctas` thread blocks for each channel.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Pipeline:
     def _connect(
         self, dtype: torch.dtype, *, scatter: bool, packed: bool, debug: bool, ctas: int
     ) -> list[Channels]:
-        """This process' channel ends, one per pipeline rank that it runs."""
+        """Return the channel ends of each pipeline rank that this process runs."""
         if self.in_process:
             return list(InProcessChannels.connect(self.placement.ranks))
         wire = torch.uint8 if packed else dtype
@@ -104,13 +103,13 @@ class Pipeline:
         speculate: bool = False,
         shape: MessageShape | None = None,
     ) -> list[Executor]:
-        """Executors that run `schedule`, one for each pipeline rank of this process.
+        """Make the executors of `schedule`, one for each pipeline rank of this process.
 
-        `stages` are those of the process by number; `synchroniser` reduces their gradients and
-        gathers their weights. `proved`: the schedule was validated. With `record`, :meth:`records`
-        tells when each operation ran. With `name` profilers see the names of actions. With
-        `speculate` a step can begin with a prefix that can be undone (:meth:`Executor.run_prefix`).
-        `shape` gives the shapes of messages, by default those of the schedule.
+        `stages`: the process's stages by number. `synchroniser` reduces their gradients and gathers
+        their weights. `proved`: the schedule has been validated. With `record`, :meth:`records`
+        returns when each operation ran. With `name`, profilers see names of actions. With
+        `speculate`, a step can start with a prefix that can be undone
+        (:meth:`Executor.run_prefix`). `shape` returns the shapes of messages (default: `shape_of`).
         """
         recorders = self._recorders if record else [None] * len(self.ranks)
         executors = [
@@ -143,9 +142,9 @@ class Pipeline:
         shape: MessageShape,
         agree: bool,
     ) -> list[AsyncRunner]:
-        """The pipeline ranks of this process, to run a stream with windows of so many
-        micro-batches; `weights` has the versions of their weights. `agree`: a micro-batch reads one
-        version at all stages, which is checked in debug mode."""
+        """Make the runners of a no-flush schedule with `window` micro-batches per update, one for
+        each pipeline rank of this process. `weights` holds the weight versions. `agree`: a
+        micro-batch must read one version at all stages, which debug mode checks."""
         counting = {s: rank for rank in self.ranks for s in self.placement.stages_of(rank)}
         return [
             AsyncRunner(
@@ -167,27 +166,27 @@ class Pipeline:
         ]
 
     def run(self, executors: list[Executor], microbatches: Mapping[Key, MicroBatch]) -> None:
-        """Run one step, or one batch of validation, on all pipeline ranks here."""
+        """Run one step, or one validation batch, on all pipeline ranks of this process."""
         if self.in_process:
             run_together(executors, microbatches)
         else:
             executors[0].run(microbatches)
 
     def records(self) -> list[Record]:
-        """Gather the last recorded step of all pipeline ranks on the processes of the first; other
-        processes return an empty list."""
+        """Gather the most recently recorded step of all pipeline ranks on the processes of pipeline
+        rank 0. Other processes return an empty list."""
         own = json.dumps([recorder.record() for recorder in self._recorders])
         return [
             Record.of(values) for text in self.mesh.gather(own, "pp") for values in json.loads(text)
         ]
 
     def _programs(self, schedule: Schedule, *, proved: bool) -> Iterator[Program]:
-        """Programs of the pipeline ranks here, with the collectives of their replicas."""
+        """Return the programs of local pipeline ranks, with their data-parallel collectives."""
         return with_zero_actions(lower(schedule, self.ranks, proved=proved), schedule, self.policy)
 
 
 def _set_speculation(executor: Executor, schedule: Schedule) -> None:
-    """Let steps of the executor begin with the prefix that can be undone."""
+    """Let steps of `executor` start with the prefix of `schedule` that can be undone."""
     rank, operations = executor.program.rank, speculation(schedule)
     executor.set_speculation(
         Speculation(cut(executor.program, operations[rank]), arriving(schedule, rank, operations))

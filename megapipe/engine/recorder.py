@@ -1,15 +1,16 @@
 """Measured timelines: when each operation of a step ran, on every rank.
 
-A :class:`Recorder` stamps the operations of one rank; the ranks' :class:`Record` s together become
-a :class:`~megapipe.schedule.timing.simulate.Timeline`, which is drawn, traced and analysed as a
-simulated one is, and costs that can be given back to the simulator.
+A :class:`Recorder` takes time stamps of the operations of one rank. From the :class:`Record` s of
+all ranks, :func:`timeline` builds a :class:`~megapipe.schedule.timing.simulate.Timeline`, which is
+drawn, traced and analysed like a simulated one, and :func:`measured_cost` derives costs for
+simulations.
 
-Clocks. On the CPU a stamp is CLOCK_MONOTONIC, which all ranks of a host share. On a GPU it is an
-event of the current stream, counted from one that is recorded at :meth:`Recorder.begin` when the
-device is idle; it is placed in the host's time with an error of one kernel launch (about 10
-microseconds). Hosts do not share a clock: their earliest ranks are taken to begin at the same
-moment. If all ranks pass a barrier directly before `begin`, the error is at most the time that the
-barrier takes to release all of them.
+Clocks. On the CPU a stamp is CLOCK_MONOTONIC, which all ranks of a host share. On a GPU a stamp is
+an event of the current stream, relative to an event that :meth:`Recorder.begin` records when the
+device is idle; relative to the host's clock the error is one kernel launch (about 10 microseconds).
+Hosts do not share a clock: the earliest ranks of all hosts are assumed to start at the same moment.
+If all ranks pass a barrier directly before `begin`, the error is at most the time that the barrier
+takes to release all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.async_schedules.excerpt import Excerpt
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import WORK, Kind, Op, Schedule
-from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.simulate import Timeline
 
 
@@ -44,7 +45,7 @@ class Computed(Protocol):
 
 
 class Event(NamedTuple):
-    """An operation that ran; seconds since the record's beginning."""
+    """An operation that ran; start and end in seconds since the record began."""
 
     op: Op
     start: float
@@ -56,19 +57,20 @@ class Record(NamedTuple):
 
     host: str
     began: float
-    """Seconds on the host's clock."""
+    """Start of the record, in seconds on the host's clock."""
     events: list[Event]
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Record:
-        """A record out of what JSON makes of one."""
+        """Build a record from its values as read from JSON."""
         host, began, events = values
         ops = [(Op(Kind(kind), *rest), start, end) for (kind, *rest), start, end in events]
         return cls(host, began, [Event(*event) for event in ops])
 
 
 class Recorder:
-    """Stamps the operations of one rank: `begin` a step, then call what :meth:`timed` returns."""
+    """Takes time stamps of the operations of one rank: call :meth:`begin` at the start of a step,
+    then what :meth:`timed` returns."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,7 +81,7 @@ class Recorder:
         self._stamps: list[tuple[Op, Any, Any]] = []
 
     def begin(self) -> None:
-        """Forget what was recorded and count the time from here."""
+        """Clear the recorded operations, and measure time from now."""
         self._stamps.clear()
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
@@ -87,7 +89,7 @@ class Recorder:
         self._began = time.perf_counter() if self._on_gpu else self._origin
 
     def timed(self, action: Computed, call: Callable[[], object]) -> Callable[[], None]:
-        """`call`, which computes `action`, with a stamp before and after it."""
+        """Wrap `call`, which computes `action`, with a stamp before and after it."""
         op = Op(action.kind, action.stage, action.microbatch, action.slice)
         stamp, stamps = self._stamp, self._stamps
 
@@ -99,7 +101,7 @@ class Recorder:
         return timed_call
 
     def events(self) -> list[Event]:
-        """The operations since `begin`; waits for a GPU to have run them."""
+        """Return the operations since `begin`, after waiting until a GPU has run them."""
         if not self._on_gpu:
             origin = self._origin
             return [Event(op, start - origin, end - origin) for op, start, end in self._stamps]
@@ -110,7 +112,7 @@ class Recorder:
         ]
 
     def record(self) -> Record:
-        """The step since `begin`, to be gathered from all ranks."""
+        """Return the operations since `begin`, to be gathered from all ranks."""
         return Record(socket.gethostname(), self._began, self.events())
 
 
@@ -121,12 +123,12 @@ def _event() -> torch.cuda.Event:
 
 
 def timeline(schedule: Schedule, records: Sequence[Record]) -> Timeline:
-    """One step of all pipeline ranks, in seconds from the first start; `records` are by rank.
+    """Build the timeline of one step, in seconds from the first start; `records` are by rank.
 
-    Joined operations are given the time from the start of the first to the end of the second.
+    Joined operations both get the time from the start of the first to the end of the second.
 
     Raises:
-        ScheduleError: a rank ran something else than its list, or in another order.
+        ScheduleError: a rank ran other operations than its list has, or in another order.
     """
     for rank, record in enumerate(records):
         _check_order(schedule, rank, record)
@@ -153,12 +155,13 @@ def timeline(schedule: Schedule, records: Sequence[Record]) -> Timeline:
 
 
 def stream_timeline(cut: Excerpt, records: Sequence[Record], before: Sequence[int]) -> Timeline:
-    """Some windows of a stream, in seconds from the first start; `records` are by rank, and have
-    `before` operations before those of these windows. They count micro-batches from the window in
-    which an operation ran.
+    """Build the timeline of an excerpt of a no-flush schedule, in seconds from the first start.
+
+    `records`: one per rank. The micro-batch of an operation is counted from the update window in
+    which the operation ran. `before`: number of operations in each record that precede the excerpt.
 
     Raises:
-        ScheduleError: a rank ran something else than its list, or in another order.
+        ScheduleError: a rank ran other operations than its list has, or in another order.
     """
     assert cut.schedule.updates is not None
     size = cut.schedule.updates.window
@@ -191,15 +194,15 @@ def _check_order(schedule: Schedule, rank: int, record: Record) -> None:
 
 
 def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
-    """Seconds per operation on a whole micro-batch: medians by stage and kind.
+    """Return measured costs of operations on whole micro-batches: median seconds by stage and kind.
 
-    `records` are of all ranks, over any number of steps. What was not measured is filled in: a B
-    is an I that leaves nothing for W, an I and a W make a B, and R costs what F does. Where I or
-    B has recomputed, the time of R is subtracted, since the simulator adds it. The share of a slice
-    is that of its medians in the sum of all medians. An operation of no length was not measured.
+    `records`: records of all ranks, over any number of steps. Costs of kinds that did not run are
+    derived: I costs as much as B, and W nothing; B the sum of I and W; R as much as F. If I or B
+    recomputed, the time of R is subtracted, since the simulator adds it. A slice's share is the sum
+    of its medians over the sum of all medians. Unmeasured operations (length 0) are skipped.
 
     Raises:
-        ScheduleError: a stage without a forward in the records.
+        ScheduleError: the records have no forward of some stage.
     """
     samples: dict[tuple[Kind, int, int, bool], list[float]] = defaultdict(list)
     for record in records:
@@ -239,7 +242,7 @@ def measured_cost(schedule: Schedule, records: Iterable[Record]) -> Cost:
 def _median_of(
     medians: dict[tuple[Kind, int, int, bool], float], kind: Kind, stage: int, part: int
 ) -> float | None:
-    """The median of a kind at a stage and slice, without recomputation; None if it never ran."""
+    """Return the median seconds of a kind at a stage and slice without recomputation, or None."""
     plain = medians.get((kind, stage, part, False))
     recomputed = medians.get((kind, stage, part, True))
     if plain is not None or recomputed is None:
@@ -249,14 +252,14 @@ def _median_of(
 
 
 def _filled(schedule: Schedule, stage: int, seconds: list[list[float | None]]) -> list[float]:
-    """Times of a stage by kind, from those by kind and slice."""
+    """Sum a stage's seconds over slices, by kind; derive those of kinds that did not run."""
     F, B, I, W, R = (  # noqa: E741
         None if None in parts else sum(part or 0.0 for part in parts) for parts in seconds
     )
     if F is None:
         raise ScheduleError(
-            f"schedule {schedule.name}: no forward of stage {stage} was recorded; "
-            "give the records of all ranks"
+            f"schedule {schedule.name}: no forward of stage {stage} was recorded: pass the "
+            "records of all ranks"
         )
     if I is None:
         I, W = B or 0.0, 0.0  # noqa: E741

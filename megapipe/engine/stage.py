@@ -1,10 +1,10 @@
 """A stage and its operations: forward, recomputation, input gradient, weight gradient.
 
-The stage keeps, per (micro-batch, slice) in flight, the input (whose ``.grad`` the backward fills)
-and the *edge* of the output in the autograd graph, not the output itself: once sent, the output's
-memory is free while its graph waits for the gradient. A stage that recomputes keeps the input
-alone, until it builds the graph for the backward (Chen et al., 1604.06174); what other stages keep
-of their blocks is up to their policies (:mod:`megapipe.layers.recompute`).
+For each (micro-batch, slice) in flight the stage holds the input (whose ``.grad`` the backward
+fills) and the *edge* of the output in the autograd graph, not the output itself: once sent, the
+output's memory is free while its graph waits for the gradient. A stage that recomputes holds only
+the input until it builds the graph for the backward (Chen et al., 1604.06174). In other stages,
+policies decide what blocks save (:mod:`megapipe.layers.recompute`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megapipe.errors import ConfigError
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import spec_of
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.recompute import StageInput, run_backward
 from megapipe.layers.weight_grad import WeightGradQueue, accumulate_in_main_grad
 from megapipe.model.interface import Message, StageModule
@@ -30,12 +30,12 @@ Key = tuple[int, int]
 
 
 _InFlight = tuple[Tensor | StageInput | None, GradientEdge | None]
-"""Where the backward leaves the gradient of the input; and the output's edge, None where it depends
-on no parameter and no input."""
+"""Object that gets the input's gradient in the backward (None: the stage has no input), and the
+edge of the output (None: the output depends on no parameter and no input)."""
 
 
 class InFlight(NamedTuple):
-    """All that a stage keeps of the pieces in flight."""
+    """State of a stage's work items in flight."""
 
     graphs: dict[Key, _InFlight]
     inputs: dict[Key, tuple[Message, MicroBatch]]
@@ -50,10 +50,10 @@ def _earlier(key: Key, by: int) -> Key:
 class Stage:
     """Runs the ops of one virtual stage; `loss_sums` collects the last stage's losses.
 
-    `spans` say which activations the blocks keep, by default all that autograd saves. With
-    `recompute` the forward builds no graph; ``R`` or the backward builds it from the input, and the
-    blocks should keep all that autograd saves. Random numbers are functions of coordinates, so the
-    values are bitwise the same.
+    `spans` say which activations the blocks save, by default all that autograd saves. With
+    `recompute` the forward builds no graph; ``R`` or the backward builds the graph from the input,
+    and `spans` should save all that autograd saves. Random numbers are functions of coordinates, so
+    recomputed values are bitwise equal.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Stage:
         self.is_last = module.is_last
         self.recomputes = recompute
         self._offloads_input = bool(spans) and spans[0].policy.offloads_input
-        self._keeps_attention = any(span.policy.keeps_attention for span in spans)
+        self._keeps_attention = any(span.policy.saves_attention for span in spans)
         if spans:
             module.set_policies(spans)
         self.queue: WeightGradQueue = module.queue
@@ -72,14 +72,14 @@ class Stage:
         self._inputs: dict[Key, tuple[Message, MicroBatch]] = {}
         self._caches: dict[int, KVCache] = {}
         self._unit: Tensor | None = None
-        """Gradient of the loss by itself, on the last stage."""
+        """Gradient of the loss with respect to itself (1), on the last stage."""
         self.loss_sums: dict[Key, Tensor] = {}
-        """Sum of the masked token losses (nats) per (micro-batch, slice), on the last stage."""
+        """Sum of the unmasked token losses (nats) per (micro-batch, slice), on the last stage."""
 
     def route_autograd_grads(self) -> None:
-        """Route gradients that autograd itself computes into the main gradients.
+        """Register hooks that add gradients computed by autograd itself to main gradients.
 
-        To be called once the parameters have their storage.
+        Call this after the parameters have got their storage.
         """
         for parameter in self.module.parameters():
             spec = spec_of(parameter)
@@ -87,7 +87,7 @@ class Stage:
                 accumulate_in_main_grad(parameter)
 
     def begin(self, *, train: bool) -> None:
-        """Begin a step, with dropout if it trains; forget everything in flight."""
+        """Start a step, with dropout if `train`; drop everything in flight."""
         if self.module.training != train:
             self.module.train(train)
         self._in_flight.clear()
@@ -97,20 +97,20 @@ class Stage:
         self.queue.clear()
 
     def cached_bytes(self) -> int:
-        """Bytes that the slices of all micro-batches in flight share."""
+        """Return the bytes of the key/value caches of the micro-batches in flight."""
         return sum(cache.nbytes() for cache in self._caches.values())
 
     def suspend_in_flight(self) -> InFlight:
-        """Forget what is in flight; returns it for :meth:`restore_in_flight`, with nothing
-        queued."""
-        assert not self.queue.pending(), "weight gradients are yet to be computed"
+        """Remove all work items in flight and return them for :meth:`restore_in_flight`. No weight
+        gradient may be deferred at this time."""
+        assert not self.queue.pending(), "weight gradients are not computed yet"
         kept = InFlight(self._in_flight, self._inputs, self._caches, self.loss_sums)
         self._in_flight, self._inputs, self._caches, self.loss_sums = {}, {}, {}, {}
         return kept
 
     def restore_in_flight(self, kept: InFlight, *, back: int = 0) -> None:
-        """Go on with what was in flight; micro-batches are counted from `back` later from now on,
-        and losses of those before are forgotten."""
+        """Continue with the work items `kept`. Micro-batch numbers are reduced by `back`, and
+        losses whose number becomes negative are dropped."""
         self._in_flight = {_earlier(key, back): value for key, value in kept.graphs.items()}
         self._inputs = {_earlier(key, back): value for key, value in kept.inputs.items()}
         self._caches = {key - back: value for key, value in kept.caches.items()}
@@ -118,7 +118,7 @@ class Stage:
         self.loss_sums = {key: value for key, value in losses.items() if key[0] >= 0}
 
     def forward(self, key: Key, x: Message, mb: MicroBatch) -> Message:
-        """Run ``F``. Returns the output to pass on, None on the last stage."""
+        """Run ``F``. Return the output for the next stage; on the last stage, None."""
         if not self.recomputes:
             return self._emit(key, self._build(key, x, mb))
         assert mb.sequence_length is None, "a stage that recomputes takes whole sequences only"
@@ -130,12 +130,12 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, key: Key, x: Message, mb: MicroBatch) -> Message:
-        """Forward without a graph, on whole sequences, for validation."""
+        """Run a forward without a graph, on whole sequences, for validation."""
         return self._emit(key, self.module(x, mb))
 
     def recompute(self, key: Key) -> None:
-        """Run ``R``: the forward again, with a graph."""
-        self._build(key, *self._inputs.pop(key), graph_only=True)
+        """Run ``R``: recompute the forward, with a graph."""
+        self._build(key, *self._inputs.pop(key), skip_output=True)
 
     def input_grad(self, key: Key, grad: Message) -> Message:
         """Run ``I``: back-propagate, queue the weight gradients, return the input's gradient.
@@ -155,7 +155,7 @@ class Stage:
         if x is None:
             return None
         grad, x.grad = x.grad, None
-        if grad is None and isinstance(x, Tensor):  # nothing depends on it
+        if grad is None and isinstance(x, Tensor):  # the output does not depend on x
             return torch.zeros_like(x)
         return grad
 
@@ -171,8 +171,8 @@ class Stage:
         self.weight_grad(key)
         return grad
 
-    def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
-        """Forward with a graph, whose ends are kept for the backward."""
+    def _build(self, key: Key, x: Message, mb: MicroBatch, *, skip_output: bool = False) -> Message:
+        """Run a forward with a graph, and hold the graph's two ends for the backward."""
         source: Tensor | StageInput | None = None
         if x is not None and self._offloads_input:
             source = StageInput()
@@ -180,18 +180,18 @@ class Stage:
         elif x is not None:
             source = x = x.detach().requires_grad_()
         cache = self._cache_of(key, mb) if key[1] or mb.sequence_length is not None else None
-        y = self.module(x, mb, cache, graph_only=graph_only)
+        y = self.module(x, mb, cache, skip_output=skip_output)
         root = y * mb.scale if self.is_last else y
         edge = get_gradient_edge(root) if root.requires_grad else self._no_edge()
         self._in_flight[key] = source, edge
         return y.detach()
 
     def _no_edge(self) -> GradientEdge | None:
-        """The edge of an output without a gradient, which the last stage's needs."""
+        """Return None as the edge of an output without a gradient; raise on the last stage."""
         if self.is_last:
             raise ConfigError(
-                "the loss has no gradient: expected one that depends on a parameter of the last "
-                "stage or on what that takes"
+                "the loss has no gradient: it must depend on a parameter or on the input of "
+                "the last stage"
             )
         return None
 

@@ -1,7 +1,7 @@
 """A stage whose messages may be tuples of tensors.
 
-Tensors of whole numbers and booleans have no gradient, so the gradient of a message is the tuple of
-the gradients of its floating-point tensors, in order; a single gradient is a tensor, not a tuple.
+Integer and boolean tensors have no gradient, so the gradient of a message is the tuple of the
+gradients of its floating-point tensors, in order; a single gradient is a tensor, not a tuple.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megapipe.model.interface import Message
 
 class _Ends(NamedTuple):
     inputs: tuple[Tensor, ...]
-    """The floating-point ones, where the backward leaves their gradients."""
+    """Floating-point inputs; the backward writes their gradients into ``.grad``."""
     edges: tuple[GradientEdge | None, ...]
-    """Of the floating-point outputs; None for one that depends on no parameter and no input."""
+    """Edges of the floating-point outputs; None if one depends on no parameter and no input."""
 
 
 class TupleStage(Stage):
-    """A stage whose input and output are a tensor or a tuple of tensors, of whole sequences."""
+    """A stage whose input and output are tensors or tuples of tensors, without sequence slices."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,12 +57,12 @@ class TupleStage(Stage):
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _build(self, key: Key, x: Message, mb: MicroBatch, *, graph_only: bool = False) -> Message:
-        given = x
+    def _build(self, key: Key, x: Message, mb: MicroBatch, *, skip_output: bool = False) -> Message:
+        detached = x
         if x is not None:
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in _as_tuple(x)]
-            given = tuple(leaves) if isinstance(x, tuple) else leaves[0]
-        y = self.module(given, mb, None, graph_only=graph_only)
+            detached = tuple(leaves) if isinstance(x, tuple) else leaves[0]
+        y = self.module(detached, mb, None, skip_output=skip_output)
         root = y * mb.scale if self.is_last else y
         inputs = () if x is None else tuple(t for t in leaves if t.is_floating_point())
         outputs = (t for t in _as_tuple(root) if t.is_floating_point())

@@ -1,10 +1,10 @@
-"""Models measured on texts: perplexity, multiple choice, and the tasks of lm-evaluation-harness.
+"""Evaluation of models on texts: perplexity, multiple choice, and lm-evaluation-harness tasks.
 
-All of it is log-likelihoods of tokens (:mod:`~megapipe.evaluate.scoring`), by a model at any layout
-(:mod:`megapipe.inference`).
+All of these use log-likelihoods of tokens (:mod:`~megapipe.evaluate.scoring`), from a model in any
+layout (:mod:`megapipe.inference`).
 """
 
-from megapipe.evaluate.choices import MultipleChoice, Question, answer
+from megapipe.evaluate.multiple_choice import MultipleChoice, Question, answer
 from megapipe.evaluate.perplexity import Perplexity, measure
 from megapipe.evaluate.scoring import Score, ScoredRow, scores
 

@@ -1,8 +1,9 @@
-"""A model for EleutherAI's lm-evaluation-harness, which is loaded with this file alone.
+"""A model for EleutherAI's lm-evaluation-harness. Only this module imports the harness.
 
-The harness makes requests of texts and adds up the answers. Every rank makes the same requests, so
-to the harness each is a world of its own. Texts begin as in :mod:`megapipe.generate`; exports begin
-them alike, so that the harness' class for transformers gets the same of these.
+The harness sends texts as requests and aggregates the answers. Every rank runs the harness with the
+same requests, so the harness sees a world of size 1 on each rank. Texts begin as in
+:mod:`megapipe.generate`. Exported models begin texts in the same way, so the harness's own class
+for transformers gets the same results for them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 
 from megapipe.errors import DataError
-from megapipe.evaluate.choices import row_of
+from megapipe.evaluate.multiple_choice import row_of
 from megapipe.evaluate.scoring import scores
 from megapipe.evaluate.windows import windows
 from megapipe.generate.generator import Generator, Prompt
@@ -21,11 +22,11 @@ from megapipe.generate.sampling import Sampling
 from megapipe.inference.model import Model
 
 MOST_TOKENS = 256
-"""Tokens of a generated text where the task does not say; the harness' own default."""
+"""Default number of tokens to generate if a task sets none; the harness has the same default."""
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness' requests by `model`, `batch` of them side by side."""
+    """Answers the harness's requests with `model`, in batches of `batch` requests."""
 
     def __init__(self, model: Model, *, batch: int = 8) -> None:
         super().__init__()
@@ -35,30 +36,30 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
+        """Id of the end-of-document token."""
         return self._encoder.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing before it."""
+        """Id of the token that starts a text without context."""
         return self._model.source.start[-1]
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model sees."""
+        """Largest number of tokens that the model sees at a time."""
         return self._model.source.context
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text; special ones that it spells out are plain text."""
+        """Tokenize a text. Names of special tokens in the text count as plain text."""
         opening = () if add_special_tokens is False else self._model.source.opening
         return [*opening, *map(int, self._encoder.encode(string))]
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, is the greedy one) of each continuation of a context."""
+        """Return each continuation's log-likelihood in nats, and whether it is the greedy one."""
         return super().loglikelihood(list(requests), disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -79,7 +80,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = True
     ) -> list[float]:
-        """Log-likelihood of each text as a whole, in nats; each token is scored once."""
+        """Return the log-likelihood of each whole text, in nats. Each token is scored once."""
         most = self.max_length
         rows = [
             list(
@@ -96,7 +97,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(found).total for _ in some) for some in rows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Texts that the model writes behind each context, up to one of those that end it."""
+        """Return the generated text after each context, up to the first stop string."""
         texts = [""] * len(requests)
         alike: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
@@ -113,7 +114,7 @@ class HarnessModel(TemplateLM):
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    """A task's ``generation_kwargs``, in the words of transformers."""
+    """Convert a task's ``generation_kwargs``, which use transformers' names, to a Sampling."""
     until = given.get("until") or []
     draws = bool(given.get("do_sample", given.get("temperature", 0) > 0))
     return Sampling(

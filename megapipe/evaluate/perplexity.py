@@ -14,7 +14,7 @@ from megapipe.evaluate.scoring import ScoredRow, scores
 from megapipe.evaluate.texts import Document
 from megapipe.evaluate.windows import windows
 from megapipe.inference.model import Model
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Perplexity:
     """How well a model predicts texts."""
 
     loss: float
-    """Mean over the tokens, in nats."""
+    """Mean loss over the scored tokens, in nats."""
     perplexity: float
-    """exp(loss); infinite where that is beyond a float."""
+    """exp(loss); infinite if the number is too large for a float."""
     bits_per_byte: float | None
-    """Of the loss of all tokens, by the bytes of the texts in UTF-8; None where there are none."""
+    """Total loss in bits, per byte of the texts in UTF-8; None if the texts have no bytes."""
     tokens: int
-    """Tokens that were scored."""
+    """Number of tokens that were scored."""
     bytes: int
     documents: int
     context: int
     stride: int
 
     def describe(self) -> str:
-        """All of it in a line."""
+        """Return all results on one line."""
         bits = (
             "no text" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f} bits per byte"
         )
@@ -47,7 +47,7 @@ class Perplexity:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """By name; a perplexity beyond a float is None."""
+        """Return all results as a mapping, by name; None stands for an infinite perplexity."""
         found = asdict(self)
         return found if math.isfinite(self.perplexity) else {**found, "perplexity": None}
 
@@ -60,15 +60,16 @@ def measure(
     unconditioned: bool = True,
     batch: int = 8,
 ) -> Perplexity:
-    """Score each token of each document once, given the tokens before it in that document.
+    """Return the perplexity of the documents. Each token is scored once, given the earlier tokens
+    of its document that are in the same window.
 
     Args:
-        stride: how far windows of the model's context move on (default: the context).
-        unconditioned: the first token is scored too, given what the model's texts begin with;
-            otherwise it is only read.
+        stride: tokens between the starts of successive windows (default: the model's context).
+        unconditioned: whether to score a document's first token too, given only the start tokens
+            with which the model's texts begin. Otherwise that token is only context.
 
     Raises:
-        DataError: there is nothing to score, or an id that the model does not know.
+        DataError: there is nothing to score, or an id is not in the model's vocabulary.
         NumericError: a log-likelihood is NaN.
     """
     start = model.source.start if unconditioned else ()

@@ -1,10 +1,10 @@
 """Log-likelihoods of tokens.
 
-Rows are read side by side, filled up at their ends. Where the vocabulary is split over tp no rank
-gathers the logits: it exchanges three numbers per token for the log-likelihood
-(:mod:`megapipe.layers.cross_entropy`), and its largest logit for the most probable token. With a
-pipeline a stage goes on with the next batch while the later ones compute; the results travel to all
-ranks after some batches.
+Rows of tokens are read in batches and padded at their ends. If the vocabulary is split over tp, the
+logits are not gathered. Instead each rank sends three numbers per token for the log-likelihood
+(:mod:`megapipe.layers.cross_entropy`), and its largest logit with the token's id to find the most
+probable token. In a pipeline, a stage continues with the next batch while later stages compute.
+Every few batches the results are sent to all ranks.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from megapipe.inference.model import Model
 from megapipe.layers.cross_entropy import vocab_parallel_cross_entropy
 
 BATCHES = 8
-"""Batches on their way through the pipeline before their results are exchanged."""
+"""Number of batches that enter the pipeline before their results are sent to all ranks."""
 T = TypeVar("T")
 
 
 class ScoredRow(NamedTuple):
-    """Tokens, of which those from `first` on are scored, each given all before it.
+    """Sequence of tokens, scored from index `first` on: each token given all earlier ones.
 
-    The model reads all but the last one: at most as many as its context has.
+    The model reads all tokens except the last. They must fit into its context.
     """
 
     ids: Sequence[int]
     first: int
-    """At least 1: a token needs one before it."""
+    """Index of the first scored token; at least 1, because a scored token needs one before it."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of a row's scored tokens."""
+    """Log-likelihoods of the scored tokens of a row."""
 
     likelihoods: npt.NDArray[np.float64]
-    """Natural logarithms of their probabilities [n]."""
+    """Natural logarithms of the probabilities of the scored tokens, [n]."""
     greedy: bool
-    """Each is the most probable one (of several the one with the smallest id)."""
+    """Whether each scored token is the most probable one; ties go to the smallest id."""
 
     @property
     def total(self) -> float:
-        """Log-likelihood of all of them together, in nats."""
+        """Sum of the log-likelihoods, in nats."""
         return float(self.likelihoods.sum())
 
 
 def scores(model: Model, rows: Iterable[ScoredRow], *, batch: int) -> Iterator[Score]:
-    """The score of each row, in order, on every rank; `batch` of them are read side by side.
+    """Yield the score of each row, in order, on every rank. `batch` rows are read at a time.
 
-    All ranks give the same rows.
+    All ranks pass the same rows.
 
     Raises:
-        DataError: an id that the model does not know.
+        DataError: an id is not in the model's vocabulary.
         NumericError: a log-likelihood is NaN.
     """
     for group in _lists(_lists(rows, batch), BATCHES):
@@ -86,15 +86,15 @@ def scores(model: Model, rows: Iterable[ScoredRow], *, batch: int) -> Iterator[S
 
 
 def _lists(things: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of `size` things; the last one may be shorter."""
+    """Yield lists of `size` things each; the last list may be shorter."""
     left = iter(things)
     while some := list(islice(left, size)):
         yield some
 
 
 def _read(model: Model, rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor] | None:
-    """Log-likelihoods of the scored tokens of some rows, one row after the other [n], and 1 where a
-    token is the most probable one [n]; None on ranks that do not have the last stage."""
+    """Return two tensors [n] over the scored tokens of all rows: the log-likelihoods; and 1 where
+    the token is the most probable one, else 0. Return None on ranks without the last stage."""
     longest = max(len(row.ids) for row in rows) - 1
     ids = torch.zeros(len(rows), longest + 1, dtype=torch.int64)
     scored = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -117,7 +117,7 @@ def _read(model: Model, rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor] | No
 
 
 def most_probable(columns: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-    """The id of the largest logit, of equal ones the smallest id: [s, b, V or V/tp] -> [s, b].
+    """Return the id of the largest logit, the smallest id if tied: [s, b, V or V/tp] -> [s, b].
 
     The result is the same on all ranks of `axis`. Columns from `vocab_size` on are padding.
     """

@@ -1,4 +1,4 @@
-"""Documents to score: of a corpus, of a token file, or given as they are."""
+"""Documents to score: from a corpus, from a token file, or given as texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megapipe.config.data import DataConfig
 from megapipe.data import corpus
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.given import is_token_file
+from megapipe.data.token_file_corpus import is_token_file
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
@@ -18,17 +18,17 @@ from megapipe.data.tokens.verify import verify
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of a document, and the bytes of its text in UTF-8."""
+    """Tokens of a document, and the number of bytes of its text in UTF-8."""
 
     ids: Sequence[int]
     bytes: int
 
 
 def of_source(config: DataConfig, tokenizer: Tokenizer, count: RowCount) -> Iterator[Document]:
-    """Yield the documents of ``data.source``: texts, of which empty ones are left out and counted
-    in `count`, or a token file, whose documents have the marks at their ends that are in the file.
+    """Yield the documents of ``data.source``. Empty texts are left out; `count` counts them. The
+    documents of a token file include the end marks that are in the file.
 
-    Raises DataError for what cannot be read, and where there is no text.
+    Raises DataError if the documents cannot be read, or if there is no text.
     """
     if is_token_file(config.source):
         yield from _of_token_file(Path(config.source).expanduser(), tokenizer)
@@ -47,15 +47,16 @@ def of_source(config: DataConfig, tokenizer: Tokenizer, count: RowCount) -> Iter
 
 
 def of_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Document]:
-    """Each text as a document."""
+    """Yield each text as a document."""
     for text in texts:
         ids = [int(token) for token in tokenizer.encode(text)]
         yield Document(ids, len(text.encode(errors="replace")))
 
 
 def joined(documents: Iterable[Document], end: int) -> Iterator[Document]:
-    """All documents as one, as training reads them: behind each the token `end`, unless it is there
-    already; none behind the last one that lacks it."""
+    """Yield one document that joins all documents, as training reads them. The EOS token `end` is
+    put between two documents, unless the first of them ends with it already. It is not added after
+    the final document."""
     ids: list[int] = []
     nbytes = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""Windows over texts that are longer than what a model sees."""
+"""Windows over texts that are longer than a model's context."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megapipe.evaluate.scoring import ScoredRow
 
 
 def windows(ids: Sequence[int], *, first: int, context: int, stride: int) -> Iterator[ScoredRow]:
-    """Rows that score each of ``ids[first:]`` once, given up to `context` tokens before it.
+    """Yield rows that score each of ``ids[first:]`` once, given up to `context` tokens before it.
 
-    The first row scores as many as fit; each of the others ends `stride` further, the last one at
-    the end, and scores what the one before did not. Every row but the first reads `context` tokens,
-    so with a smaller stride each token is given more::
+    The first row scores as many tokens as fit. Each later row ends `stride` tokens later (the last
+    row at the end of `ids`) and scores the tokens that earlier rows did not score. Every row except
+    the first reads `context` tokens, so a smaller stride gives each token more context::
 
         context 4, stride 2    ids    0   1   2   3   4   5   6   7   8
                         row 0  reads  0   1   2   3      scores 1   2   3   4

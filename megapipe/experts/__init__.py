@@ -1,1 +1,1 @@
-"""Which ranks have the experts of a layer, as data: maps, policies that change them, their cost."""
+"""Expert maps: which ranks hold each expert, policies that change the maps, and their costs."""

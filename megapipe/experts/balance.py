@@ -1,9 +1,10 @@
-"""Copies one by one, where they take most off the rank with most rows (FlexMoE, Nie et al.,
-2304.03946).
+"""Rebalancing policy `balance`: expert replicas that take rows off the busiest rank (FlexMoE, Nie
+et al., 2304.03946).
 
-An expert of that rank gets a copy on another one. A copy may make the largest load larger before
-the next makes it smaller, as when two ranks need a copy each, so not one map but the best few with
-as many copies go on. In the end copies go that no rank needs.
+Each search step adds a replica of an expert of the busiest rank on another rank. The largest load
+of a rank can grow before the next replica makes it smaller, for example if two ranks need a replica
+each. So this is a beam search: it continues with the best few maps, not with one. At the end,
+useless replicas are removed.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import TokensPerExpert, rows_on
+from megapipe.experts.row_routing import TokensPerExpert, rows_on
 
 WIDTH = 16
-"""Maps with as many copies that go on."""
+"""Beam width: maximum number of maps with which the search continues after each replica."""
 PATIENCE = 2
-"""By the number of ranks, copies after which none has made the largest load smaller."""
+"""Number of added replicas per rank that end the search if the largest load has not shrunk."""
 EXPERTS = 6
-"""Those with most rows on a rank, which may get a copy elsewhere."""
+"""Number of experts that a search step may replicate: those with most rows on the busiest rank."""
 
 Holders = tuple[int, ...]
 
 
 class _State(NamedTuple):
-    """Holders of each expert, with the load of each rank."""
+    """A state of the search: the ranks that hold each expert, and the load of each rank in rows."""
 
     order: list[int]
-    """The loads, the largest first: it is compared by these, then by what follows."""
+    """The loads in descending order. It is the first field, so states are sorted by it."""
     holders: tuple[Holders, ...]
     loads: list[int]
 
 
 def balance(present: ExpertMap, counts: TokensPerExpert, node: int) -> ExpertMap:
-    """The present owners, with copies by which the largest load gets small; it does not matter what
-    copies there were."""
+    """Return a map with the owners of `present` and with replicas that make the largest load of a
+    rank small. Replicas in `present` are ignored. `counts`: rows of each rank for each expert.
+    `node`: number of ranks per node."""
     search = _Search(present, counts, node)
     holders = search.shrunk(search.expanded())
     return present.with_replicas(
@@ -52,7 +54,8 @@ class _Search:
         self._known: dict[tuple[int, Holders], list[int]] = {}
 
     def expanded(self) -> _State:
-        """The best map of all that are met, of equal ones the first, with the fewest copies."""
+        """Add replicas, and return the best state that the search has seen. Of equally good states
+        it is the first one, which has the fewest replicas."""
         first = tuple((owner,) for owner in self._present.owners)
         columns = zip(*(self._rows(e, own) for e, own in enumerate(first)), strict=True)
         level = [_state(first, list(map(sum, columns)))]
@@ -66,8 +69,8 @@ class _Search:
         return best
 
     def shrunk(self, state: _State) -> tuple[Holders, ...]:
-        """Without copies whose rows other holders can take with no larger largest load; those with
-        the fewest rows are asked first."""
+        """Remove replicas, those with the fewest rows first, unless that raises the largest load.
+        Return the remaining holders."""
         owners = self._present.owners
         copies = [
             (self._rows(e, own)[rank], e, rank)
@@ -83,29 +86,29 @@ class _Search:
         return state.holders
 
     def _expansions(self, state: _State) -> Iterator[_State]:
-        """All with one copy more, of an expert of the rank with most rows."""
+        """Yield the states with one more replica of an expert of the busiest rank."""
         most = state.loads.index(state.order[0])
         rows = {e: self._rows(e, own)[most] for e, own in enumerate(state.holders)}
-        there = sorted((e for e in rows if rows[e]), key=lambda e: -rows[e])[:EXPERTS]
+        candidates = sorted((e for e in rows if rows[e]), key=lambda e: -rows[e])[:EXPERTS]
         each = self._present.experts // self._present.ranks
         had = [sum(rank in own for own in state.holders) for rank in range(self._present.ranks)]
         for rank, number in enumerate(had):
             if number - each == self._present.slots:
                 continue
-            for expert in there:
+            for expert in candidates:
                 own = state.holders[expert]
                 if rank not in own:
                     yield self._after(state, expert, tuple(sorted((*own, rank))))
 
     def _after(self, state: _State, expert: int, holders: Holders) -> _State:
-        """With other holders of an expert."""
+        """Return the state in which `expert` has the given holders."""
         old, new = self._rows(expert, state.holders[expert]), self._rows(expert, holders)
         loads = [load - a + b for load, a, b in zip(state.loads, old, new, strict=True)]
         before, behind = state.holders[:expert], state.holders[expert + 1 :]
         return _state((*before, holders, *behind), loads)
 
     def _rows(self, expert: int, holders: Holders) -> list[int]:
-        """Rows of an expert on each rank."""
+        """Return how many rows of `expert` each rank computes if `holders` hold it."""
         key = expert, holders
         if key not in self._known:
             self._known[key] = rows_on(holders, self._counts, expert, self._node)

@@ -1,9 +1,9 @@
-"""The map of a layer's experts: the rank that owns each, and the ranks that have copies.
+"""The map of a layer's experts: the rank that owns each, and the ranks that have replicas.
 
-A rank owns as many experts as the others: it has their weights, masters and states, and updates
-them. It may have copies of experts that others own, each in one of its slots, to compute rows that
-would have to travel otherwise. Whoever has an expert is a holder of it. Ranks are the ep ones: of
-etp neighbours, which have parts of the same experts, all are one.
+All ranks own equally many experts. An owner has the experts' weights, master weights and states,
+and updates them. A rank may have replicas of other owners' experts, each in a slot, to compute rows
+that it would dispatch otherwise. A holder of an expert owns it or has a replica. Ranks are ep
+ranks: etp neighbours, which have parts of the same experts, count as one rank.
 """
 
 from __future__ import annotations
@@ -13,80 +13,88 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Owners and copies of the experts of a layer. Raises :class:`ConfigError`."""
+    """Owners and replicas of a layer's experts. Raises :class:`ConfigError` if they do not fit."""
 
     owners: tuple[int, ...]
-    """By expert."""
+    """Rank that owns each expert, by expert."""
     replicas: tuple[tuple[int, ...], ...]
-    """By rank the experts of others that it has copies of, in ascending order."""
+    """For each rank, the experts that it has a replica of, in ascending order. A rank has no
+    replica of an expert that it owns."""
     slots: int = 0
-    """The most copies that a rank has room for."""
+    """Maximum number of replicas on a rank."""
 
     def __post_init__(self) -> None:
         experts, ranks = len(self.owners), len(self.replicas)
         if not ranks or not experts or experts % ranks:
             raise ConfigError(
-                f"{count_noun(experts, 'expert')} over {count_noun(ranks, 'rank')}: "
-                "expected as many for each rank"
+                f"{count_noun(experts, 'expert')} cannot be split evenly over "
+                f"{count_noun(ranks, 'rank')}"
             )
         for expert, owner in enumerate(self.owners):
             if not 0 <= owner < ranks:
                 raise ConfigError(
                     f"owner {owner} of expert {expert}: expected a rank from 0 to {ranks - 1}"
                 )
-        for rank, copies in enumerate(self.replicas):
-            self._check(rank, copies)
+        for rank, replicas in enumerate(self.replicas):
+            self._check(rank, replicas)
 
-    def _check(self, rank: int, copies: tuple[int, ...]) -> None:
+    def _check(self, rank: int, replicas: tuple[int, ...]) -> None:
         experts, each = len(self.owners), len(self.owners) // len(self.replicas)
         own = self.owners.count(rank)
         if own != each:
             raise ConfigError(
-                f"rank {rank} owns {count_noun(own, 'expert')}: expected {each}, as all"
+                f"rank {rank} owns {count_noun(own, 'expert')}: expected {each}, as on every rank"
             )
-        if list(copies) != sorted(set(copies)):
-            raise ConfigError(f"copies {list(copies)} of rank {rank}: expected each once, in order")
-        if len(copies) > self.slots:
+        if list(replicas) != sorted(set(replicas)):
             raise ConfigError(
-                f"rank {rank} has {len(copies)} copies: expected at most {self.slots}, its slots"
+                f"replicas {list(replicas)} of rank {rank}: expected each once, in order"
             )
-        for expert in copies:
+        if len(replicas) > self.slots:
+            raise ConfigError(
+                f"rank {rank} has {len(replicas)} replicas: expected at most {self.slots}, its "
+                "slots"
+            )
+        for expert in replicas:
             if not 0 <= expert < experts:
                 raise ConfigError(
-                    f"copy of expert {expert} on rank {rank}: expected one from 0 to {experts - 1}"
+                    f"replica of expert {expert} on rank {rank}: expected one from 0 to "
+                    f"{experts - 1}"
                 )
             if self.owners[expert] == rank:
-                raise ConfigError(f"rank {rank} has a copy of expert {expert}, which it owns")
+                raise ConfigError(f"rank {rank} has a replica of expert {expert}, which it owns")
 
     @classmethod
     def even(cls, experts: int, ranks: int, slots: int = 0) -> ExpertMap:
-        """Neighbouring experts on each rank, and no copies: as a run begins."""
+        """Return the initial map of a run: each rank owns consecutive experts, without replicas."""
         each = max(1, experts // ranks)
         return cls(tuple(e // each for e in range(experts)), ((),) * ranks, slots)
 
     @classmethod
     def stored(cls, value: Any) -> ExpertMap:
-        """The map of a dictionary, as JSON has it. Raises :class:`ConfigError`."""
+        """Build a map from the result of :meth:`plain`. Raises :class:`ConfigError`."""
+        if isinstance(value, dict) and "copies" in value:  # of version 0.1
+            value = {**value, "replicas": value["copies"]}
+            del value["copies"]
         if not (
             isinstance(value, dict)
-            and value.keys() == {"owners", "copies", "slots"}
+            and value.keys() == {"owners", "replicas", "slots"}
             and _whole(value["owners"])
-            and isinstance(value["copies"], list)
-            and all(map(_whole, value["copies"]))
+            and isinstance(value["replicas"], list)
+            and all(map(_whole, value["replicas"]))
             and _whole([value["slots"]])
         ):
-            raise ConfigError('expected {"owners": [..], "copies": [[..], ..], "slots": N}')
-        return cls(tuple(value["owners"]), tuple(map(tuple, value["copies"])), value["slots"])
+            raise ConfigError('expected {"owners": [..], "replicas": [[..], ..], "slots": N}')
+        return cls(tuple(value["owners"]), tuple(map(tuple, value["replicas"])), value["slots"])
 
     def plain(self) -> dict[str, Any]:
-        """The dictionary that :meth:`stored` reads."""
-        copies = list(map(list, self.replicas))
-        return {"owners": list(self.owners), "copies": copies, "slots": self.slots}
+        """Return the map as a dictionary that :meth:`stored` reads."""
+        replicas = list(map(list, self.replicas))
+        return {"owners": list(self.owners), "replicas": replicas, "slots": self.slots}
 
     @property
     def experts(self) -> int:
@@ -97,22 +105,21 @@ class ExpertMap:
         return len(self.replicas)
 
     def owned(self, rank: int) -> list[int]:
-        """The experts that a rank owns, in ascending order."""
+        """Return the experts that a rank owns, in ascending order."""
         return [expert for expert, owner in enumerate(self.owners) if owner == rank]
 
-    def places(self) -> list[int]:
-        """Of each expert, where the experts of all ranks are listed, each rank's in ascending
-        order."""
+    def positions(self) -> list[int]:
+        """Return each expert's index in the list of all experts in the order (owner, expert)."""
         listed = sorted(range(self.experts), key=lambda expert: self.owners[expert])
-        return sorted(range(self.experts), key=lambda place: listed[place])
+        return sorted(range(self.experts), key=lambda position: listed[position])
 
     def holders(self, expert: int) -> list[int]:
-        """The ranks that have an expert, in ascending order."""
-        with_copy = [rank for rank, copies in enumerate(self.replicas) if expert in copies]
+        """Return the ranks that hold an expert, in ascending order."""
+        with_copy = [rank for rank, replicas in enumerate(self.replicas) if expert in replicas]
         return sorted([self.owners[expert], *with_copy])
 
     def filled(self) -> ExpertMap:
-        """The same owners, with a copy in every slot: of the experts after those of the rank."""
+        """Return the map without free slots: each rank replicates the experts after its own."""
         copied = []
         for rank in range(self.ranks):
             first = self.owned(rank)[-1] + 1
@@ -120,11 +127,11 @@ class ExpertMap:
             copied.append([e for e in after if self.owners[e] != rank][: self.slots])
         return self.with_replicas(copied)
 
-    def with_replicas(self, copies: Sequence[Sequence[int]]) -> ExpertMap:
-        """The same owners, with these copies of each rank, in any order."""
-        return replace(self, replicas=tuple(tuple(sorted(each)) for each in copies))
+    def with_replicas(self, replicas: Sequence[Sequence[int]]) -> ExpertMap:
+        """Return the map with the same owners and the given replicas of each rank, in any order."""
+        return replace(self, replicas=tuple(tuple(sorted(each)) for each in replicas))
 
 
 def _whole(values: Any) -> bool:
-    """Whether these are whole numbers, in a list."""
+    """Whether `values` is a list of whole numbers."""
     return isinstance(values, list) and all(type(v) is int for v in values)

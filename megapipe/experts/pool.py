@@ -1,8 +1,8 @@
-"""A pool of owners, found before a run from the counts of another, of which each step takes the
-best (SmartMoE, Zhai et al., ATC 2023).
+"""Expert pools: owner maps that are found before a run, from the row counts of another run. At each
+rebalancing, a layer uses the best map of its pool (SmartMoE, Zhai et al., ATC 2023).
 
-To find good owners takes long, and what a model sends its tokens to comes back in like shapes; so
-the search is done once, and a run compares a few maps. No rank gets copies.
+To find good owners takes long, and a model's load patterns recur. So the search is done once, and a
+run only compares the few maps of its pool. The maps of a pool have no replicas.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import pairwise
 from megapipe.experts.map import ExpertMap
 
 Trace = Sequence[Sequence[int]]
-"""By step, rows for each expert."""
+"""Number of rows of each expert, for each step."""
 
 MOST_PARTS = 64
 
 
 def largest_load(of: ExpertMap, totals: Sequence[int]) -> int:
-    """Rows of the rank with most of them, of experts that it owns."""
+    """Return the number of rows of the busiest rank if each expert is computed by its owner."""
     rows = [0] * of.ranks
     for owner, own in zip(of.owners, totals, strict=True):
         rows[owner] += own
@@ -27,7 +27,7 @@ def largest_load(of: ExpertMap, totals: Sequence[int]) -> int:
 
 
 def moves(before: ExpertMap, after: ExpertMap) -> int:
-    """The most experts that a rank gets from others."""
+    """Return the maximum number of experts that a rank gets if `before` is replaced by `after`."""
     came = [a for b, a in zip(before.owners, after.owners, strict=True) if a != b]
     return max(map(came.count, came), default=0)
 
@@ -35,8 +35,9 @@ def moves(before: ExpertMap, after: ExpertMap) -> int:
 def migrate(
     present: ExpertMap, pool: Sequence[ExpertMap], totals: Sequence[int], worth: float = 0.0
 ) -> ExpertMap:
-    """The map with the smallest largest load, of the present one and those of the pool, of equal
-    ones the first. An expert that a rank gets from another counts as `worth` rows."""
+    """Return the cheapest map among `present` and `pool`; of equally cheap maps the first one. The
+    cost of a map is its largest load in rows, plus `worth` rows times the maximum number of experts
+    that a rank gets from other ranks. `totals`: number of rows of each expert."""
     maps = (present, *pool)
     loads = [largest_load(each, totals) for each in maps]
     return maps[_cheapest(loads, [moves(present, each) for each in maps], worth)]
@@ -48,11 +49,12 @@ def _cheapest(loads: Sequence[int], moved: Sequence[int], worth: float) -> int:
 
 
 def find_pool(present: ExpertMap, trace: Trace, size: int, worth: float = 0.0) -> list[ExpertMap]:
-    """At most so many maps for :func:`migrate`, for a run that begins with the `present` one.
+    """Find at most `size` maps for :func:`migrate`, for a run that begins with `present`.
 
-    Candidates are packed for the sums of the whole trace, of its halves, quarters and so on. One by
-    one that is taken with which the trace, replayed, has the smallest sum of largest loads, as long
-    as it gets smaller: each step has the map that the counts of the last one have chosen.
+    Candidates balance the row sums of the whole trace, of its halves, quarters and so on. To rate a
+    pool, the trace is replayed: a step uses the map chosen for the counts of the previous step. The
+    largest loads of all steps are summed, and a moved expert adds `worth` rows. The pool grows by
+    the best candidate while the sum shrinks.
     """
     candidates = dict.fromkeys(balanced_owners(present, each) for each in _sums(trace))
     replay = _Replay([present, *candidates], trace, worth)
@@ -68,7 +70,7 @@ def find_pool(present: ExpertMap, trace: Trace, size: int, worth: float = 0.0) -
 
 
 class _Replay:
-    """A trace with some of these maps, of which the first is that of the beginning."""
+    """Replays of a trace with subsets of `maps`. Every replay begins with the first map."""
 
     def __init__(self, maps: list[ExpertMap], trace: Trace, worth: float) -> None:
         self.maps = maps
@@ -77,7 +79,7 @@ class _Replay:
         self._moves = [[moves(each, other) for other in maps] for each in maps]
 
     def rows(self, pool: Sequence[int]) -> float:
-        """Of the largest loads of all steps, with what changes count."""
+        """Return the sum of the largest loads of all steps, plus the price of moves."""
         here, found = 0, float(self._loads[0][0])
         for step in range(1, len(self._loads[0])):
             among = (here, *pool)
@@ -90,7 +92,7 @@ class _Replay:
 
 
 def _sums(trace: Trace) -> list[list[int]]:
-    """Rows for each expert in the whole trace, in its halves, and so on."""
+    """Sum the rows of each expert over the whole trace, over its halves, its quarters and so on."""
     found, parts = [], 1
     while parts <= min(len(trace), MOST_PARTS):
         ends = [len(trace) * i // parts for i in range(parts + 1)]
@@ -101,10 +103,10 @@ def _sums(trace: Trace) -> list[list[int]]:
 
 
 def balanced_owners(present: ExpertMap, totals: Sequence[int]) -> ExpertMap:
-    """Owners by which the largest load is small: the experts with most rows first, each to the rank
-    with fewest that owns less than its number; then pairs change places as long as the loads get
-    more even. Ranks keep as many of their present experts as the same parts allow.
-    """
+    """Find owners with a small largest load. First, experts are dealt into one part per rank, in
+    descending order of rows: each into the part with the fewest rows, among parts that are not
+    full. Then pairs of experts are swapped while the largest load shrinks. Finally, parts are
+    assigned to ranks so that few experts move."""
     ranks, each = present.ranks, present.experts // present.ranks
     parts: list[list[int]] = [[] for _ in range(ranks)]
     rows = [0] * ranks
@@ -122,8 +124,8 @@ def balanced_owners(present: ExpertMap, totals: Sequence[int]) -> ExpertMap:
 
 
 def _exchange(parts: list[list[int]], rows: list[int], totals: Sequence[int]) -> bool:
-    """Let an expert of the part with most rows and one of another change places, so that the larger
-    of both gets smallest; false if no pair makes it smaller."""
+    """Swap an expert of the busiest part with one of another part, so that the larger of the two
+    loads becomes as small as possible. Return False if no swap lowers it."""
     most = rows.index(max(rows))
     best, pair = rows[most], None
     for part, others in enumerate(parts):
@@ -143,7 +145,7 @@ def _exchange(parts: list[list[int]], rows: list[int], totals: Sequence[int]) ->
 
 
 def _kept(present: ExpertMap, parts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The part of each rank: pairs with the most experts that stay come first."""
+    """Assign parts to ranks greedily: the (rank, part) pair that moves the fewest experts first."""
     ranks = range(present.ranks)
     stay = {
         (rank, part): sum(present.owners[e] == rank for e in parts[part])

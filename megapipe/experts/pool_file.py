@@ -1,4 +1,4 @@
-"""Pools of owners of a model in a file: JSON with a list of maps for each layer."""
+"""Files with the expert pools of a model: JSON with a list of owner maps for each layer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from pathlib import Path
 
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
-from megapipe.words import count_noun, ranges
+from megapipe.text import count_noun, ranges
 
 Pools = Mapping[int, Sequence[ExpertMap]]
-"""By layer."""
+"""Owner maps in the pool of each layer, by layer number."""
 
 
 def write_pools(path: Path, pools: Pools) -> None:
-    """Write a file that :func:`read_pools` reads."""
+    """Write the pools to a file that :func:`read_pools` reads."""
     layers = {str(layer): [each.plain() for each in pool] for layer, pool in pools.items()}
     path.write_text(json.dumps({"layers": layers}) + "\n", encoding="utf-8")
 
 
 def read_pools(path: Path, begin: Mapping[int, ExpertMap]) -> Pools:
-    """The pools of these layers, whose maps are of as many experts and ranks as those of the
-    beginning. Raises :class:`ConfigError`."""
+    """Read the pool of each MoE layer. `begin`: initial map of each MoE layer. A map of a pool must
+    have as many experts and ranks as the layer's initial map, and no replicas. Raises
+    :class:`ConfigError`."""
     try:
-        told = json.loads(path.read_bytes())["layers"]
-        stored = {int(layer): list(pool) for layer, pool in told.items()}
+        pools = json.loads(path.read_bytes())["layers"]
+        stored = {int(layer): list(pool) for layer, pool in pools.items()}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{path}: expected a pool as experts.py plan -o writes it") from None
+        raise ConfigError(f"{path}: expected a pool as experts.py rebalance -o writes it") from None
     if missing := begin.keys() - stored.keys():
         raise ConfigError(
-            f"{path}: expected maps of layers {ranges(begin)}, there are none of {ranges(missing)}"
+            f"{path}: maps are missing for layers {ranges(missing)}: expected one list per "
+            f"layer {ranges(begin)}"
         )
     return {
         layer: [_map(path, layer, each, begin[layer]) for each in stored[layer]] for layer in begin
@@ -50,5 +52,5 @@ def _map(path: Path, layer: int, value: object, begin: ExpertMap) -> ExpertMap:
             f"{count_noun(found.ranks, 'rank')}: expected {begin.experts} over {begin.ranks}"
         )
     if any(found.replicas):
-        raise ConfigError(f"{path}: layer {layer}: a map with copies: expected owners alone")
+        raise ConfigError(f"{path}: layer {layer}: a map with replicas: expected only owners")
     return found

@@ -1,7 +1,7 @@
-"""Shadows: copies of the experts with most rows on every rank (FasterMoE, He et al., PPoPP 2022).
+"""Shadows: replicas of the busiest experts on every rank (FasterMoE, He et al., PPoPP 2022).
 
-Rows of such an expert stay where they are. A copy and its gradient take their time once a step,
-whatever the rows, so it is worth it for experts that many tokens choose.
+Rows of a shadowed expert stay on their rank. Sending its weights to all ranks and its gradients
+back takes the same time, however many rows it has. So shadows pay for experts with many rows.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import TokensPerExpert, totals_of
+from megapipe.experts.row_routing import TokensPerExpert, totals_of
 
 
 class ShadowCosts(NamedTuple):
-    """Seconds by which shadows are judged."""
+    """Costs that determine the number of shadows, in seconds."""
 
     row: float
-    """To compute a row forward; backward takes twice as long."""
+    """Seconds to compute a row in the forward; the backward takes twice as long."""
     trip: float
-    """Of a row to another rank; forward and backward there are two each."""
+    """Seconds to send a row to another rank; forward and backward send each row twice."""
     shadow: float
-    """To send copies of an expert to all other ranks, and their gradients back."""
+    """Seconds to send the weights of an expert to all other ranks, and its gradients back."""
 
 
 def shadow(present: ExpertMap, counts: TokensPerExpert, times: ShadowCosts) -> ExpertMap:
-    """Shadows of the first i experts, in the order of their rows, with the i for which
+    """Choose the i experts with the most rows as shadows, where i minimizes the time in seconds
 
         3 row B + 4 trip B + i shadow
 
-    is least, the smallest of equal ones. B are the rows of the rank with most of them, without
-    those of shadows, which every rank computes a part of; with one expert on each rank B is that of
-    expert i + 1. A rank has no more copies than slots.
+    with the costs row, trip and shadow in `times`. Of several such i, the smallest is used. B is
+    the number of rows of the busiest rank; rows of shadows do not count, as they are spread over
+    all ranks. With one expert per rank, B is the number of rows of the expert with the
+    (i + 1)-th most rows. A rank has at most as many replicas as slots.
     """
     totals = totals_of(counts)
     order = sorted(range(present.experts), key=lambda expert: (-totals[expert], expert))
@@ -48,7 +49,7 @@ def shadow(present: ExpertMap, counts: TokensPerExpert, times: ShadowCosts) -> E
 
 
 def _copies(present: ExpertMap, shadows: Sequence[int]) -> list[list[int]]:
-    """Of each rank, all shadows but its own experts."""
+    """List for each rank the shadows that it does not own."""
     return [[e for e in shadows if present.owners[e] != rank] for rank in range(present.ranks)]
 
 

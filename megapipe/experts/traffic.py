@@ -1,4 +1,4 @@
-"""Bytes that maps take: of copies in each step, of owners when they change."""
+"""Traffic that expert maps cause, in bytes: replicas in each step, and changes of owners."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megapipe.experts.map import ExpertMap
 
 
 class ExpertBytes(NamedTuple):
-    """Bytes of an expert on a rank."""
+    """Sizes of one expert on a rank, in bytes."""
 
     weights: int
     gradients: int
     states: int
-    """Masters and states, its own share."""
+    """Bytes of the rank's shard of master weights and optimizer states."""
 
 
 class RankTraffic(NamedTuple):
@@ -25,7 +25,7 @@ class RankTraffic(NamedTuple):
 
 
 def replica_traffic(of: ExpertMap, sizes: ExpertBytes) -> list[RankTraffic]:
-    """Of each rank in a step: owners send weights to those with copies, who send gradients back."""
+    """Count each rank's bytes per step: weights from owners to replicas, gradients back."""
     pairs = [(of.owners[e], rank) for rank, own in enumerate(of.replicas) for e in own]
     back = ((rank, owner) for owner, rank in pairs)
     return [
@@ -39,18 +39,18 @@ def replica_traffic(of: ExpertMap, sizes: ExpertBytes) -> list[RankTraffic]:
 
 
 def migration(before: ExpertMap, after: ExpertMap, sizes: ExpertBytes) -> list[RankTraffic]:
-    """Of each rank, once: experts go to their new owners with all that belongs to them."""
+    """Count each rank's bytes when experts move to new owners with their weights and states."""
     pairs = ((a, b) for a, b in zip(before.owners, after.owners, strict=True) if a != b)
     return _sent(before.ranks, pairs, sizes.weights + sizes.states)
 
 
 def most(sent: Iterable[RankTraffic]) -> int:
-    """Bytes of the rank by which an exchange is held up, where links take both ways at once."""
+    """Return the maximum over all ranks of the bytes sent and of the bytes received."""
     return max(max(each) for each in sent)
 
 
 def _sent(ranks: int, pairs: Iterable[tuple[int, int]], size: int) -> list[RankTraffic]:
-    """From the first of each pair to the second, so many bytes."""
+    """Count the bytes per rank if the first rank of each pair sends `size` bytes to the second."""
     out, in_ = [0] * ranks, [0] * ranks
     for source, goal in pairs:
         out[source] += size

@@ -1,4 +1,4 @@
-"""Conversations that a model goes on with, by its tokenizer's chat template."""
+"""Conversations that a model continues, rendered with its tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megapipe.data.supervised.chat_turns import Message, Template, TemplateError
 from megapipe.data.supervised.corpus import template_of
 from megapipe.data.supervised.markup import encode
 from megapipe.data.supervised.rows import known_message
-from megapipe.data.supervised.turns import Message, Template, TemplateError
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.generate.generator import Prompt
@@ -17,11 +17,11 @@ from megapipe.inference.source import ModelInfo
 
 
 class Chats:
-    """Writes conversations as the model has seen them in training, up to the assistant's turn.
+    """Renders conversations as the model saw them in training, up to the assistant's next turn.
 
     Args:
-        template: a file of a template; default: that of the run (``data.chat_template``), else the
-            tokenizer's.
+        template: a template file; default: the template of the run (``data.chat_template``), else
+            the tokenizer's.
 
     Raises:
         DataError: there is no template, or it fails.
@@ -44,7 +44,7 @@ class Chats:
         self._turn_ends = self._ends()
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
-        """A conversation as tokens; raises DataError if the template refuses it."""
+        """Render and tokenize a conversation. Raises DataError if the template refuses it."""
         try:
             text = self._template.prompted(messages, self._tokenizer.reserved)
         except TemplateError as error:
@@ -53,7 +53,8 @@ class Chats:
         return Prompt(tuple(map(int, ids)), self._turn_ends)
 
     def _ends(self) -> frozenset[int]:
-        """The token that the template writes behind a turn; none if it is text."""
+        """Return the token that the template writes after a turn; an empty set if it writes no
+        special token."""
         try:
             behind = self._template.behind_a_turn()
         except TemplateError as error:
@@ -64,11 +65,11 @@ class Chats:
 
 
 def messages_of(prompt: str, system: str | None) -> list[Message]:
-    """The conversation that a prompt is: a list of messages in JSON, or else what a user says.
+    """Return the conversation in `prompt`: a JSON list of messages, or else one user message.
 
     Raises:
-        DataError: a message is none.
-        ConfigError: there is a system message beside `system`.
+        DataError: an item of the list is not a message.
+        ConfigError: `system` is given and the conversation has a system message.
     """
     try:
         found: Any = json.loads(prompt)

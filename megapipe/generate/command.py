@@ -1,4 +1,4 @@
-"""The command that writes text: ``python scripts/generate.py runs/latest --prompt "def "``."""
+"""The generation command: ``python scripts/generate.py runs/latest --prompt "def "``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megapipe.command_line import Parser
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, DataError
 from megapipe.generate.chat import Chats, messages_of
-from megapipe.generate.generator import End, Generator, Piece, Prompt
+from megapipe.generate.generator import End, Generator, Prompt, TokenOutput
 from megapipe.generate.sampling import Sampling
 from megapipe.inference import job
 from megapipe.inference.arguments import add_model, model_of
 
 DESCRIPTION = """\
-Continues prompts by the model of a checkpoint. A single text appears as it is written; of several
-the first that is not at its end does. The model is given the end of what is there, as many tokens
-as it was trained on (train.sequence_length): a longer text goes on, and what left that window has
-no influence. A prompt gets the same text whatever others are given with it, and at every layout, up
-to rounding; the same prompt given twice gets two.
+Continues prompts with the model of a checkpoint. A text is printed while it is generated; several
+texts are printed in the order of their prompts. The model sees the last tokens of a text, at most
+as many as it was trained on (--context, default: train.sequence_length). Texts may become longer;
+tokens that the model no longer sees have no influence. The text for a prompt does not depend on
+other prompts or on the layout, up to rounding; a prompt given twice gets two samples.
 """
 EXAMPLES = """\
 examples:
@@ -36,78 +36,81 @@ examples:
 
 
 def parser() -> Parser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     top = Parser(description=DESCRIPTION, epilog=EXAMPLES)
     add_model(top)
-    what = top.add_argument_group("what to continue (default: an empty document)")
+    what = top.add_argument_group("text to continue (default: an empty document)")
     what.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    what.add_argument("--prompts", metavar="FILE", help="one prompt a line; -: standard input")
+    what.add_argument(
+        "--prompts", metavar="FILE", help="file with one prompt per line; -: standard input"
+    )
     what.add_argument(
         "--chat",
         action="store_true",
-        help="a prompt is what a user says, or a conversation, a list of messages in JSON; the "
-        "model says what follows, up to the end of its turn",
+        help="a prompt is a user's message, or a conversation as a JSON list of messages; the "
+        "model writes the assistant's next turn",
     )
     what.add_argument("--system", metavar="TEXT", help="system message before each conversation")
     what.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="in Jinja (default: data.chat_template of the run, else the tokenizer's)",
+        help="Jinja template (default: data.chat_template of the run, else the tokenizer's)",
     )
     how = top.add_argument_group("how")
     default = Sampling()
     how.add_argument(
-        "--tokens", type=int, default=default.tokens, help="most tokens to add (%(default)s)"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        default=default.tokens,
+        help="maximum number of tokens to add (%(default)s)",
     )
     how.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end before this text; \\n is a new line; may be repeated",
+        help="stop before this text; \\n is a new line; may be repeated",
     )
     how.add_argument(
         "--temperature",
         type=float,
         default=default.temperature,
-        help="logits are divided by it; 0: always the most probable token (%(default)s)",
+        help="divide logits by this number; 0: always the most probable token (%(default)s)",
     )
-    how.add_argument("--top-k", type=int, metavar="K", help="choose among the K most probable")
+    how.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most probable tokens"
+    )
     how.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="choose among the fewest that have probability P together",
+        help="sample from the fewest tokens with a total probability of at least P",
     )
-    how.add_argument("--seed", type=int, default=default.seed, help="of the choices (%(default)s)")
     how.add_argument(
-        "--batch", type=int, default=16, help="most prompts side by side (%(default)s)"
+        "--seed", type=int, default=default.seed, help="seed of the sampling (%(default)s)"
+    )
+    how.add_argument(
+        "--batch", type=int, default=16, help="maximum number of prompts per forward (%(default)s)"
     )
     output = top.add_argument_group("output").add_mutually_exclusive_group()
-    output.add_argument("--line", action="store_true", help="each text on one line")
+    output.add_argument("--line", action="store_true", help="print each text on one line")
     output.add_argument(
         "--json",
         action="store_true",
-        help='a line {"prompt", "text", "end"} each; end: document, turn, stop or tokens',
+        help='print a line {"prompt", "text", "end"} per text; end: document, turn, stop or tokens',
     )
     top.set_defaults(run=run)
     return top
 
 
 def run(given: argparse.Namespace) -> None:
-    """Write what is asked for. Raises :class:`~megapipe.errors.MegapipeError`."""
+    """Generate and print the requested texts. Raises :class:`~megapipe.errors.MegapipeError`."""
     if given.batch < 1:
         raise ConfigError(f"--batch {given.batch}: expected at least 1")
     if given.chat and not (given.prompt or given.prompts):
-        raise ConfigError("--chat: nobody has said anything; expected --prompt or --prompts")
-    sampling = Sampling(
-        tokens=given.tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
-        stop=tuple(text.replace("\\n", "\n") for text in given.stop),
-        seed=given.seed,
-    )
+        raise ConfigError("--chat needs a user's message: pass --prompt or --prompts")
+    sampling = sampling_of(given)
     mesh: ParallelMesh = given.mesh
     texts: list[str] = []
     if mesh.rank == 0:
@@ -119,13 +122,13 @@ def run(given: argparse.Namespace) -> None:
     for number, prompt in enumerate(prompts, 1):
         if len(prompt.ids) > context and mesh.rank == 0:
             print(
-                f"megapipe: prompt {number} has {len(prompt.ids):,} tokens, of which the model "
-                f"sees the end: its context is {context:,}",
+                f"megapipe: prompt {number} has {len(prompt.ids):,} tokens, but the model "
+                f"sees only the last {context:,}, its context",
                 file=sys.stderr,
             )
     pieces = in_order(generator.generate(prompts, sampling, batch=given.batch), len(prompts))
     if mesh.rank:
-        for _ in pieces:  # the first rank prints
+        for _ in pieces:  # only the first rank prints
             pass
     elif given.json or given.line:
         show_whole(pieces, texts, given)
@@ -133,23 +136,40 @@ def run(given: argparse.Namespace) -> None:
         stream(pieces, [""] * len(texts) if given.chat else texts)
 
 
+def sampling_of(given: argparse.Namespace) -> Sampling:
+    """Return the sampling that the options describe. Raises ConfigError, which names the option."""
+    try:
+        return Sampling(
+            tokens=given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            stop=tuple(text.replace("\\n", "\n") for text in given.stop),
+            seed=given.seed,
+        )
+    except ConfigError as error:
+        field, _, problem = str(error).partition("=")
+        option = "max-new-tokens" if field == "tokens" else field.replace("_", "-")
+        raise ConfigError(f"--{option} {problem}") from None
+
+
 def prompts_of(
     texts: Sequence[str], generator: Generator, given: argparse.Namespace
 ) -> list[Prompt]:
-    """The texts, or conversations, as tokens."""
+    """Tokenize the texts; with ``--chat`` they are conversations."""
     if given.chat:
         chats = Chats(generator.model.source, given.chat_template)
         return [chats.prompt(messages_of(text, given.system)) for text in texts]
     for option in ("system", "chat_template"):
         if getattr(given, option) is not None:
-            raise ConfigError(f"--{option.replace('_', '-')} is for --chat")
+            raise ConfigError(f"--{option.replace('_', '-')} needs --chat")
     return [generator.prompt(text) for text in texts]
 
 
 def show_whole(
     pieces: Iterator[tuple[int, str, End | None]], prompts: Sequence[str], given: argparse.Namespace
 ) -> None:
-    """Print each text when it is at its end, on a line."""
+    """Print each text on one line as soon as it is complete, with ``--json`` or ``--line``."""
     text = ""
     for number, part, end in pieces:
         text += part
@@ -166,7 +186,7 @@ def show_whole(
 
 
 def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
-    """The prompts of the command line, then those of a file; one empty prompt without both."""
+    """Return the prompts of the command line and then of the file; one empty prompt if neither."""
     prompts = list(given or ([] if file else [""]))
     if file is not None:
         try:
@@ -174,16 +194,17 @@ def read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
         except OSError as error:
             raise DataError(f"--prompts {file}: {error.strerror}") from None
         if not data:
-            raise DataError(f"--prompts {file}: it is empty, expected one prompt a line")
+            raise DataError(f"--prompts {file} is empty: expected one prompt per line")
         lines = data.decode("utf-8", errors="surrogateescape").removesuffix("\n").split("\n")
         prompts += [line.removesuffix("\r") for line in lines]
-    # bytes that are no UTF-8 are no text
+    # bytes that are not UTF-8 become U+FFFD
     return [text.encode(errors="surrogateescape").decode(errors="replace") for text in prompts]
 
 
-def in_order(pieces: Iterator[Piece], prompts: int) -> Iterator[tuple[int, str, End | None]]:
-    """(prompt, text, end) prompt after prompt, each as soon as those before it are at an end."""
-    waiting: list[list[Piece]] = [[] for _ in range(prompts)]
+def in_order(pieces: Iterator[TokenOutput], prompts: int) -> Iterator[tuple[int, str, End | None]]:
+    """Yield (prompt's index, text, end) in the order of prompts, once earlier prompts have
+    ended."""
+    waiting: list[list[TokenOutput]] = [[] for _ in range(prompts)]
     current = 0
     for piece in pieces:
         waiting[piece.prompt].append(piece)
@@ -197,7 +218,7 @@ def in_order(pieces: Iterator[Piece], prompts: int) -> Iterator[tuple[int, str, 
 
 
 def stream(pieces: Iterator[tuple[int, str, End | None]], prompts: Sequence[str]) -> None:
-    """Print the texts behind their prompts as they come, with a line before each of several."""
+    """Print each prompt and then its text as it is generated, with lines between prompts."""
     shown = -1
     for number, text, end in pieces:
         if number > shown:
@@ -209,7 +230,7 @@ def stream(pieces: Iterator[tuple[int, str, End | None]], prompts: Sequence[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write what `argv` asks for; returns the exit code."""
+    """Run the command with `argv`. Return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not support every character
     return job.main(parser(), sys.argv[1:] if argv is None else argv)

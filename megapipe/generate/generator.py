@@ -1,4 +1,4 @@
-"""Texts that a model writes."""
+"""Text generation: a model, its prompts, and the tokens that continue them."""
 
 from __future__ import annotations
 
@@ -10,66 +10,67 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from megapipe.errors import NumericError
-from megapipe.generate.reading import CachedDecoder, Texts
-from megapipe.generate.rereading import UncachedDecoder
+from megapipe.generate.cached_decoder import CachedDecoder, Texts
 from megapipe.generate.sampling import Sampling, sample_token
 from megapipe.generate.text import TextStream
+from megapipe.generate.uncached_decoder import UncachedDecoder
 from megapipe.inference.model import Model
 
 End = Literal["document", "turn", "stop", "tokens"]
-"""Why a text ended: its document did, or the turn of a conversation; a stop string came up; or
-enough tokens were added."""
+"""Why a text ended. document: its document ended; turn: the turn of a conversation ended; stop: a
+stop string occurred; tokens: it has the requested number of tokens."""
 _NOT_FINITE = -1
-"""In the place of a token, where its logits are not finite."""
+"""Number that replaces a token id if the logits are not finite."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to go on from, and those that end what follows."""
+    """Token ids to continue, and the tokens that end the continuation."""
 
     ids: tuple[int, ...]
     turn_ends: frozenset[int] = frozenset()
 
 
-class Piece(NamedTuple):
-    """One more token, and the text that it adds."""
+class TokenOutput(NamedTuple):
+    """One generated token, and the text that it completes."""
 
     prompt: int
-    """Number of the prompt, from 0."""
+    """Index of the prompt, from 0."""
     token: int
     """Id of the token."""
     text: str
-    """Text that has become certain; may be empty."""
+    """Text that this token completes. It is empty while a character is incomplete or a stop string
+    could follow."""
     end: End | None
-    """Given with the last piece of a prompt."""
+    """Why the text ended; None unless this is the last token of its prompt's text."""
 
 
 class Generator:
-    """A model that writes. All ranks of the model make one, and ask it for the same texts."""
+    """A model that generates text. Collective: all ranks of the model pass the same texts."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.tokenizer = model.source.tokenizer
 
     def prompt(self, text: str) -> Prompt:
-        """A text at the beginning of a document."""
+        """Tokenize a text as the beginning of a document."""
         ids = map(int, self.tokenizer.encode(text))
         source = self.model.source
         return Prompt((*source.opening, *ids) or source.start)
 
     def read(self, texts: Sequence[Sequence[int]], *, room: int) -> Texts:
-        """Begin to read texts, given as ids, to each of which up to `room` tokens will be added."""
+        """Start to read `texts`, token ids. At most `room` tokens will be appended to each text."""
         if not self.model.keeps:
             return UncachedDecoder(self.model, texts)
         return CachedDecoder(self.model, texts, room=room)
 
     def generate(
         self, prompts: Sequence[str | Prompt], sampling: Sampling, *, batch: int = 16
-    ) -> Iterator[Piece]:
-        """Continue each of `prompts`, `batch` of them side by side.
+    ) -> Iterator[TokenOutput]:
+        """Continue each of `prompts`, in batches of `batch` prompts.
 
-        What a prompt gets depends on its tokens, the seed, and how often the same were given before
-        it; its neighbours and the layout change no more than the rounding of sums.
+        The text for a prompt depends on the prompt's tokens, the seed, and the number of equal
+        prompts before this one. Other prompts and the layout only change how sums are rounded.
 
         Raises:
             NumericError: a logit is not finite.
@@ -83,7 +84,7 @@ class Generator:
                 given[prompt] += 1
             yield from self._side_by_side(texts, sampling)
 
-    def _side_by_side(self, texts: list[_Text], sampling: Sampling) -> Iterator[Piece]:
+    def _side_by_side(self, texts: list[_Text], sampling: Sampling) -> Iterator[TokenOutput]:
         reading = self.read([text.ids for text in texts], room=sampling.tokens)
         while texts:
             tokens = self._choose(texts, reading.logits())
@@ -93,7 +94,7 @@ class Generator:
             texts = [text for text, piece in zip(texts, pieces, strict=True) if piece.end is None]
 
     def _choose(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
-        """The next token of each text, on every rank, by the logits of the one that speaks."""
+        """Choose the next tokens on the rank whose logits are used; return them on every rank."""
         own: list[int] | None = None
         if self.model.speaks:
             assert logits is not None
@@ -108,8 +109,8 @@ class Generator:
 
 
 class _Text:
-    """A prompt and what is chosen to follow it; `number` is the prompt's, `before` tells how often
-    the same one was given before."""
+    """A prompt and its continuation. `number` is the index of the prompt, `before` the number of
+    equal prompts before it."""
 
     def __init__(
         self, generator: Generator, number: int, prompt: Prompt, sampling: Sampling, before: int
@@ -124,20 +125,20 @@ class _Text:
         self._stream = TextStream(generator.tokenizer, sampling.stop)
 
     def choose(self, logits: Tensor) -> int:
-        """The next token by its logits [V], or :data:`_NOT_FINITE`."""
+        """Choose the next token from logits [V]; :data:`_NOT_FINITE` if any is not finite."""
         if not logits.isfinite().all():
             return _NOT_FINITE
         return sample_token(logits, self.sampling, self._source)
 
-    def extend(self, token: int) -> Piece:
-        """Add the token that was chosen."""
+    def extend(self, token: int) -> TokenOutput:
+        """Append the chosen token. Return it with the text that it completes."""
         if token in self._turn_ends:
-            return Piece(self.number, token, self._stream.end(), "turn")
+            return TokenOutput(self.number, token, self._stream.end(), "turn")
         if token in self._document_ends:
-            return Piece(self.number, token, self._stream.end(), "document")
+            return TokenOutput(self.number, token, self._stream.end(), "document")
         self._left -= 1
         text = self._stream.add(token)
         if not self._left:
             text += self._stream.end()
         end: End | None = None if self._left else "tokens"
-        return Piece(self.number, token, text, "stop" if self._stream.stopped else end)
+        return TokenOutput(self.number, token, text, "stop" if self._stream.stopped else end)

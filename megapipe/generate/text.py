@@ -1,4 +1,4 @@
-"""Characters of tokens that come one by one."""
+"""Incremental detokenization: characters from tokens that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from megapipe.data.tokenizer import Tokenizer
 
 UNKNOWN = "\ufffd"
-"""The character that a tokenizer makes of bytes that are none, or not yet."""
+"""Character to which a tokenizer decodes invalid or incomplete bytes."""
 MOST_UNKNOWN = 3
-"""Most unknown characters at a text's end that the next token may complete to a character."""
+"""Maximum number of unknown characters at a text's end that later tokens may still complete."""
 
 
 class TextStream:
-    """Returns text as it becomes certain: whole characters, and no beginning of a stop string.
+    """Returns text as soon as it is certain: whole characters that cannot begin a stop string.
 
-    `stopped` tells that a stop string came up; that string and all after it are not returned.
+    `stopped`: whether a stop string occurred. The stop string and all text after it are not
+    returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -23,35 +24,36 @@ class TextStream:
         self.stop = stop
         self.stopped = False
         self._held = ""
-        """Text that may be the beginning of a stop string."""
+        """Text held back because a stop string may begin there."""
         self._ids: list[int] = []
-        """Tokens since the last boundary but one; what is before has no influence."""
+        """Tokens since the second-latest boundary; earlier tokens have no influence on the text. A
+        boundary is the end of a token at which no character was incomplete."""
         self._boundary = 0
-        """How many of `_ids` come before the last boundary, a place between two characters."""
-        self._given = ""
-        """The text of `_ids` that is certain."""
+        """Number of `_ids` before the latest boundary."""
+        self._certain = ""
+        """Part of the text of `_ids` that is certain and has been returned or held back."""
 
     def add(self, token: int) -> str:
-        """The text that becomes certain by one more token."""
+        """Add a token, and return the text that has become certain."""
         self._ids.append(token)
         text = self.tokenizer.decode(self._ids)
         unknown = min(len(text) - len(text.rstrip(UNKNOWN)), MOST_UNKNOWN)
-        if not text.startswith(self._given):  # some decoders take a run of bytes as a whole
+        if not text.startswith(self._certain):  # some decoders decode successive bytes as a whole
             if unknown and len(self._ids) - self._boundary <= MOST_UNKNOWN:
                 return ""
-            self._ids, self._boundary, self._given = self._ids[self._boundary :], 0, ""
+            self._ids, self._boundary, self._certain = self._ids[self._boundary :], 0, ""
             text = self.tokenizer.decode(self._ids)
-        certain = text[len(self._given) : len(text) - unknown]
-        self._given += certain
+        certain = text[len(self._certain) : len(text) - unknown]
+        self._certain += certain
         if not unknown:
             self._ids = self._ids[self._boundary :]
             self._boundary = len(self._ids)
-            self._given = self.tokenizer.decode(self._ids)
+            self._certain = self.tokenizer.decode(self._ids)
         return self._up_to_stop(certain)
 
     def end(self) -> str:
-        """Text that was held back, when no more tokens come."""
-        rest = self._up_to_stop(self.tokenizer.decode(self._ids)[len(self._given) :])
+        """Return the text that was held back, once no more tokens come."""
+        rest = self._up_to_stop(self.tokenizer.decode(self._ids)[len(self._certain) :])
         held, self._held = self._held, ""
         return rest + held
 
@@ -60,7 +62,7 @@ class TextStream:
             return ""
         text = self._held + text
         found = [(text.find(stop) + len(stop), -len(stop)) for stop in self.stop if stop in text]
-        if found:  # the one that is complete first, of several the longest
+        if found:  # take the stop string that is completed first; of several, the longest
             self.stopped, self._held = True, ""
             return text[: sum(min(found))]
         longest = max((_begun(text, stop) for stop in self.stop), default=0)
@@ -70,5 +72,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins."""
+    """Return how many characters at the end of `text` are a beginning of `stop`."""
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)

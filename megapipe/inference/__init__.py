@@ -1,8 +1,8 @@
-"""Models that are used and not trained: found, spread over ranks, run forward.
+"""Models used for inference: loaded, split over ranks, and run forward.
 
-:mod:`~megapipe.inference.source` says what a checkpoint's model is beside its weights,
-:mod:`~megapipe.inference.model` holds this process' stage of it, and
-:mod:`~megapipe.inference.job` is what the commands of several processes share.
+:mod:`~megapipe.inference.source` describes a checkpoint's model without its weights,
+:mod:`~megapipe.inference.model` holds this process's stage of the model, and
+:mod:`~megapipe.inference.job` starts and ends the commands, in one process or in several.
 """
 
 from megapipe.inference.model import Model, load_model

@@ -1,4 +1,4 @@
-"""Options by which commands name a model, and the model that they name."""
+"""Command-line options that name a model, and the loading of that model."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: Parser) -> None:
-    """Add the options for a model and for where it is."""
+    """Add the options that name a model and its layout."""
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a run folder (its newest intact checkpoint), a checkpoint, a folder of Hugging "
-        "Face's, or latest: the run in runs/ that has saved last",
+        help="a run folder (its newest intact checkpoint), a checkpoint, a Hugging Face "
+        "folder, or latest: the run in runs/ with the newest checkpoint",
     )
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--tokenizer", metavar="NAME", help="as data.tokenizer (default: the run's or folder's)"
+        "--tokenizer",
+        metavar="NAME",
+        help="tokenizer, named as in data.tokenizer (default: the run's or folder's)",
     )
     group.add_argument(
         "--context",
         type=int,
         metavar="N",
-        help="most tokens that the model sees at a time (default: those that it was trained on)",
+        help="maximum number of tokens that the model sees (default: its training length)",
     )
     add_layout(parser)
 
 
 def model_of(given: argparse.Namespace) -> Model:
-    """The model that the options name, over the ranks of ``given.mesh``.
+    """Load the model that the options name, split over the ranks of ``given.mesh``.
 
-    Raises a :class:`~megapipe.errors.MegapipeError` for one that cannot be had.
+    Raises a :class:`~megapipe.errors.MegapipeError` if the model cannot be loaded.
     """
     from megapipe.inference.model import load_model
     from megapipe.train.resume.choose import find_weights
@@ -62,5 +64,5 @@ def model_of(given: argparse.Namespace) -> Model:
 
 
 def model_phase(given: argparse.Namespace, what: str) -> contextlib.AbstractContextManager[None]:
-    """:func:`~megapipe.command_line.phase`, on the first rank of ``given.mesh``."""
+    """Return a :func:`~megapipe.command_line.phase` that prints `what` on rank 0 only."""
     return phase(what) if given.mesh.rank == 0 else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Hidden states on their way through the stages, forward alone.
+"""Point-to-point channels between the stages of a model, for forwards only.
 
-Messages go one way and are received in the order in which they are sent, so there is no schedule: a
-stage sends as soon as it has computed and goes on with the next batch. Each message is sent as
-bytes, whatever tensors a family's stages pass on.
+Messages go in one direction and are received in the order in which they are sent, so no schedule is
+needed. A stage sends each output as soon as it is computed and continues with the next batch. The
+tensors of a message, of whatever types, are sent as bytes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from megapipe.model.partition import StageSpec
 from megapipe.schedule.ir import Kind, Op
 
 _FORWARD = Op(Kind.F, 0, 0)
-"""The name of every message: there is one kind."""
+"""Name of every message, because forwards are the only kind of operation."""
 
 
 class ForwardChannels:
-    """This rank's channels from the stage before and to the stage after.
+    """This rank's channels from the previous stage and to the next one.
 
-    Args:
-        stages: one for each pipeline rank.
+    Args: stages: one stage for each pipeline rank.
     """
 
     def __init__(self, mesh: ParallelMesh, family: ModelSpec, stages: Sequence[StageSpec]) -> None:
@@ -39,8 +38,8 @@ class ForwardChannels:
         self._out = next(iter(channels.outgoing.values()), None)
 
     def receive(self, rows: int, length: int) -> Message:
-        """The output of the stage before for so many sequences of `length` tokens; None at the
-        first stage."""
+        """Receive the output of the previous stage for `rows` sequences of `length` tokens. Return
+        None on the first stage."""
         if self._in is None:
             return None
         parts = self._family.output_shape(self._before, rows, length)
@@ -49,11 +48,11 @@ class ForwardChannels:
         return self._in.receive()
 
     def send(self, output: Message) -> None:
-        """Send to the stage after; does not wait."""
+        """Start to send `output` to the next stage, without waiting."""
         assert self._out is not None
         self._out.send(_FORWARD, output)
 
     def settle(self) -> None:
-        """Wait until all that was sent is received."""
+        """Wait until the next stage has received all messages."""
         if self._out is not None:
             self._out.finish()

@@ -1,8 +1,8 @@
-"""Commands that use a model, in one process or in one of several: from arguments to an exit code.
+"""Commands that use a model, in one process or in several: from arguments to an exit code.
 
-Several processes are started as those of a training run are (:mod:`megapipe.launch`, torchrun,
-srun), tp x pp of them. All do the same; the first one prints. An error of any ends all, with one
-line (:mod:`megapipe.launch.shutdown`).
+Several processes (tp x pp) are started like those of a training run (:mod:`megapipe.launch`,
+torchrun, srun). All processes run the same command; the first one prints. An error in any process
+ends all of them, with one printed line (:mod:`megapipe.launch.shutdown`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from megapipe.command_line import (
     load_torch,
 )
 from megapipe.errors import ConfigError, MegapipeError, OutOfMemory
-from megapipe.launch import devices, place, rendezvous
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch import devices, launch_info, rendezvous
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.shutdown import Shutdown, end_early, end_now, interrupt_early
 from megapipe.launch.signals import Interrupts
 from megapipe.observe.provenance import package_hash
+from megapipe.text import count_noun
 from megapipe.util.retries import be_quiet
-from megapipe.words import count_noun
 
 if TYPE_CHECKING:
     import torch
 
 TIMEOUT_S = 600.0
-"""How long processes wait for each other: one may read a large checkpoint."""
+"""Seconds that processes wait for each other: one of them may be reading a large checkpoint."""
 
 
 @dataclass(frozen=True)
 class InferenceLayout:
-    """Where a model is to be, as :func:`megapipe.launch.devices.choose_device` asks."""
+    """Layout and device of a model, for :func:`megapipe.launch.devices.choose_device`."""
 
     tp: int
     pp: int
@@ -50,7 +50,7 @@ class InferenceLayout:
 
 
 def add_layout(parser: Parser) -> None:
-    """Add the options for where a model is."""
+    """Add the options for the layout of a model."""
     group = parser.add_argument_group(
         "layout (several processes: python -m megapipe.launch --nproc N scripts/...)"
     )
@@ -59,20 +59,20 @@ def add_layout(parser: Parser) -> None:
     group.add_argument(
         "--device",
         default="cpu",
-        help="torch device (%(default)s); several processes take cuda as one device each",
+        help="torch device (%(default)s); with several processes: cpu, or cuda for a GPU each",
     )
 
 
 def main(parser: Parser, argv: Sequence[str]) -> int:
-    """Do as `argv` says: call its `run` with the parsed arguments, among them a `mesh`.
+    """Parse `argv`, add a ``mesh`` to the arguments, and call the command's ``run`` with them.
 
-    Returns the exit code; with several processes it ends this one.
+    Return the exit code. With several processes, end this process with the code instead.
     """
     begin_program()
     info, trace = LaunchInfo(), TRACEBACK in argv
     try:
-        info = place.find_launch_info(os.environ)
-        place.spare_threads(info.local_world)
+        info = launch_info.find_launch_info(os.environ)
+        launch_info.spare_threads(info.local_world)
         check_temporary_folder()
         if info.local_rank > 0:
             be_quiet()
@@ -88,7 +88,7 @@ def main(parser: Parser, argv: Sequence[str]) -> int:
 
 
 def _wanted(given: argparse.Namespace, info: LaunchInfo) -> InferenceLayout:
-    """The layout that is asked for; raises for one that the processes are not enough for."""
+    """Return the requested layout. Raises ConfigError if the number of processes does not match."""
     tp, pp = given.tp, given.pp
     for option, value in (("--tp", tp), ("--pp", pp)):
         if value < 1:
@@ -111,7 +111,7 @@ def _in_job(
     *,
     trace: bool,
 ) -> int:
-    """Meet the other processes, if there are any, and do it; returns the exit code."""
+    """Join the other processes, if any, and run the command. Return the exit code."""
     if info.rank == 0:
         load_torch()
     import torch
@@ -145,7 +145,7 @@ def _in_job(
             sys.stdout.flush()
             given.mesh.barrier()
         finally:
-            if info.world == 1:  # of several the others may still be in a collective
+            if info.world == 1:  # with several ranks, a peer may still be in a collective
                 rendezvous.end_process_group(info)
         ending.leave()
         return 0
@@ -155,17 +155,17 @@ def _in_job(
         if info.world == 1:
             print(file=sys.stderr)
         return ending.report_unexpected(error)
-    except BrokenPipeError:  # the reader of our output has what it wanted
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         enough = MegapipeError("nobody reads the output")
         enough.exit_code = 0
-        return ending.report(enough, said=True)
+        return ending.report(enough, printed=True)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
         return ending.report(
             OutOfMemory(
-                f"rank {info.rank} is out of memory: {reason}: less is needed with a smaller "
-                "--batch, or more ranks (--tp, --pp)"
+                f"rank {info.rank} is out of memory: {reason}: use a smaller --batch, or more "
+                "ranks (--tp, --pp)"
             )
         )
     except Exception as error:
@@ -173,7 +173,7 @@ def _in_job(
 
 
 def device_named(name: str) -> torch.device:
-    """The device `name`, after a test that it works; raises :class:`ConfigError`."""
+    """Return the device `name` after a test that it works. Raises :class:`ConfigError`."""
     import torch
 
     try:

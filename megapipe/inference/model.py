@@ -1,4 +1,4 @@
-"""A model spread over the ranks of a mesh, or whole in one process, and its forward."""
+"""A model in one process or split over the ranks of a mesh, and its forward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megapipe.ops.documents import Documents, document_ids, positions_in
 
 
 class Model:
-    """This process' stage of a model, in evaluation mode.
+    """This process's stage of a model, in evaluation mode.
 
-    All ranks call the methods with the same arguments in the same order. Without a `mesh` the whole
-    model is in this process.
+    All ranks call the methods in the same order with the same arguments. Without a `mesh`, this
+    process has the whole model.
 
     Raises:
         ConfigError: the sizes of the model do not allow the layout.
@@ -54,11 +54,11 @@ class Model:
         self.module.to(device)
         self.is_last = pp.index == pp.size - 1
         self.speaks = self.is_last and tp.index == 0
-        """Of the ranks that have the logits this is the one whose numbers count."""
+        """Whether this rank's logits are used: true on one of the ranks that have the logits."""
         self.columns_axis = tp if family.splits_logits(self.stage) else Axis.alone()
-        """The ranks that have different columns of the logits."""
+        """Axis of the ranks that have different columns of the logits."""
         self.keeps = "kv_cache" in family.supports
-        """It can go on from keys and values that it has kept."""
+        """Whether the model supports a KV cache."""
         self._chain = (
             None if mesh is None or pp.size == 1 else ForwardChannels(mesh, family, stages)
         )
@@ -68,15 +68,16 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it knows."""
+        """Number of token ids in the model's vocabulary."""
         size = self.source.model.vocab_size
         assert size is not None
         return size
 
     def document_ids(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor | None:
-        """Number of the document of each token [b, t]; None where attention crosses all of them.
+        """Return the number of each token's document, [b, t]; None if attention crosses documents.
 
-        `padding` [b] counts the columns before each text, which are a document of their own.
+        `padding` [b]: number of padding columns before each text, which count as a separate
+        document.
         """
         padded = padding is not None and bool(padding.any())
         if self._document_end is None and not padded:
@@ -91,7 +92,8 @@ class Model:
     def microbatch(
         self, tokens: Tensor, *, start: int = 0, padding: Tensor | None = None
     ) -> MicroBatch:
-        """The columns of `tokens` [b, t] from `start` on, of which those before were read."""
+        """Return columns `start` and later of `tokens` [b, t] as a micro-batch; earlier columns are
+        in the KV cache. `padding` [b] has the number of padding columns before each text."""
         numbers = self.document_ids(tokens, padding)
         return MicroBatch(
             index=0,
@@ -107,7 +109,7 @@ class Model:
     def _positions(
         self, numbers: Tensor | None, padding: Tensor | None, start: int, stop: int
     ) -> Tensor | None:
-        """Position of each column in its text, [columns, b]; None where it is the column."""
+        """Return each column's position in its text, [columns, b]; None if equal to the column."""
         if self._resets and numbers is not None:
             return positions_in(numbers)[:, start:].t().to(self.device)
         if padding is None or not padding.any():
@@ -119,8 +121,8 @@ class Model:
     def local_logits(
         self, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor | None:
-        """This rank's columns of the logits, padding included, [s, b, V or V/tp]; with `last` those
-        of the last position alone. None on ranks that do not have the last stage."""
+        """Return this rank's columns of the logits, including vocabulary padding: [s, b, V or
+        V/tp]. With `last`, s = 1: only the last position. None on ranks without the last stage."""
         assert mb.tokens is not None
         x = None if self._chain is None else self._chain.receive(*mb.tokens.shape)
         if self.is_last:
@@ -132,8 +134,8 @@ class Model:
     def logits(
         self, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor | None:
-        """Logits of all of the vocabulary, [s, b, V]; with `last` [1, b, V]. None on ranks that do
-        not have the last stage."""
+        """Return the logits of the whole vocabulary, [s, b, V]; with `last`, only the last
+        position, [1, b, V]. None on ranks without the last stage."""
         own = self.local_logits(mb, cache, last=last)
         if own is None:
             return None
@@ -143,9 +145,10 @@ class Model:
         return own[..., : self.vocab_size]
 
     def shared(self, numbers: Sequence[float] | Tensor | None, count: int) -> Tensor:
-        """The `count` numbers of the rank that :attr:`speaks`, on every rank, fp64 on the host.
+        """Broadcast `numbers` (`count` of them) from the rank with :attr:`speaks`; return them as
+        fp64 on the host. `numbers` of other ranks are ignored.
 
-        When it returns all messages between stages have arrived.
+        When this returns, all messages between stages have been received.
         """
         own = torch.zeros(count, dtype=torch.float64)
         if self.speaks:
@@ -166,9 +169,9 @@ def load_model(
     tokenizer: str | None = None,
     context: int | None = None,
 ) -> Model:
-    """The model of a checkpoint or of what takes the place of one, at the layout of `mesh`.
+    """Load the model of a checkpoint or of a Hugging Face folder, in the layout of `mesh`.
 
-    Raises as :meth:`ModelInfo.of` and :class:`Model` do.
+    Raises the errors of :meth:`ModelInfo.of` and :class:`Model`.
     """
     source = ModelInfo.of(weights, tokenizer=tokenizer, context=context)
     return Model(source, weights, device, mesh)

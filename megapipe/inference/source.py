@@ -1,4 +1,4 @@
-"""A model beside its weights: sizes, tokenizer, how its texts begin and end."""
+"""A model without its weights: sizes, tokenizer, and how its texts begin and end."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from megapipe.checkpoint.stateful import TensorReader
 from megapipe.cli import stored_lora, stored_model
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
-from megapipe.convert.adopt import has_tokenizer
 from megapipe.convert.export import GENERATION
+from megapipe.convert.import_model import has_tokenizer
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.layers.lora_specs import Lora
 
-_READ = ("samples", "document_mask", "reset_positions", "chat_template")
-"""Keys of ``data`` by which a model reads texts."""
+_READ = ("sample_format", "document_mask", "reset_position_ids", "chat_template")
+"""Settings of ``data`` that determine how a model reads texts."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model as its checkpoint, or its folder of Hugging Face's, describes it."""
+    """A model as its checkpoint or Hugging Face folder describes it."""
 
     model: ModelConfig
     lora: Lora | None
-    """Its adapters, which are computed beside its weights."""
+    """LoRA adapters of the model, if any; their weights are not merged."""
     tokenizer: Tokenizer
     context: int
-    """Most tokens that the model sees at a time."""
+    """Maximum number of tokens that the model sees at a time."""
     opening: tuple[int, ...]
-    """Tokens before a text: the end of the document before it in a model of a run; elsewhere those
-    that the tokenizer itself puts there, and where it puts none, none."""
+    """Tokens before a text: for a run's model the end-of-document token, otherwise the tokens that
+    the tokenizer prepends, if any."""
     ends: frozenset[int]
-    """Tokens that end a text."""
+    """Tokens that end a text: EOS tokens of the tokenizer and of the generation config."""
     data: DataConfig
-    """How the run has read its texts; defaults elsewhere."""
+    """Settings that determine how the run read its texts; defaults for a Hugging Face model."""
 
     @property
     def start(self) -> tuple[int, ...]:
-        """`opening`, or where that is empty the end-of-document token: something to go on from."""
+        """First tokens of an empty text: `opening` or, if that is empty, the end-of-document id."""
         return self.opening or (self.tokenizer.eod,)
 
     @classmethod
     def of(
         cls, weights: TensorReader, *, tokenizer: str | None = None, context: int | None = None
     ) -> ModelInfo:
-        """As `weights` say of themselves.
+        """Read model, tokenizer and context from a checkpoint or a Hugging Face folder.
 
-        Args:
-            tokenizer: its name, as in ``data.tokenizer``; by default that of the run or the folder.
-            context: by default the length that a run trained at, or the model's positions.
+        Args: tokenizer: name of the tokenizer, as in ``data.tokenizer``; default: the run's or the
+        folder's. context: default: the sequence length of the run, or the model's number of
+        positions.
 
         Raises:
             DataError: there is no tokenizer, or it cannot be loaded.
-            ConfigError: it has more ids than the model, or no length is known.
+            ConfigError: the tokenizer has more ids than the model, or no context length is known.
         """
         stored = weights.config
         model = stored_model(stored)
@@ -71,7 +71,7 @@ class ModelInfo:
             )
         length = context or stored.get("train.sequence_length") or model.max_positions
         if not isinstance(length, int):
-            raise ConfigError(f"{weights.path} does not say how long its texts are; give --context")
+            raise ConfigError(f"{weights.path} does not record a sequence length: pass --context")
         known = {key: stored[f"data.{key}"] for key in _READ if f"data.{key}" in stored}
         return cls(
             model=model,
@@ -91,16 +91,16 @@ def _tokenizer_of(weights: TensorReader) -> str:
     for path in _here(weights):
         if has_tokenizer(path):
             return str(path)
-    raise DataError(f"{weights.path} has no tokenizer; give one with --tokenizer")
+    raise DataError(f"{weights.path} has no tokenizer: pass --tokenizer")
 
 
 def _here(weights: TensorReader) -> list[Path]:
-    """The folder of the weights, unless it is on object storage, which has nothing beside them."""
+    """Return the folder of the weights in a list; [] on object storage, which has only weights."""
     return [weights.path] if isinstance(weights.path, Path) else []
 
 
 def _ends_beside(*folders: Path) -> set[int]:
-    """The ids that end a text by the generation config of the first folder that has one."""
+    """Return the end-of-text ids in the generation config of the first folder that has one."""
     for folder in folders:
         path = folder / GENERATION
         if not path.is_file():

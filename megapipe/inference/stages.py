@@ -1,4 +1,4 @@
-"""The stages of a model for inference, and the weights of this rank's."""
+"""The stages of a model for inference, and the loading of this rank's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapipe.layers.lora_specs import Lora
 from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name
 from megapipe.layers.parameter import spec_of
-from megapipe.layout.family import make_model_spec
+from megapipe.layout.model_spec import make_model_spec
 from megapipe.model.interface import ModelSpec, RunShape, StageModule
 from megapipe.model.partition import StageSpec, balanced, parse_layout
 from megapipe.optim.buffers import owned_parameters
@@ -28,18 +28,20 @@ OPTIONS = {
     "pipeline stages (parallel.pp x pipeline.chunks)": "pipeline stages (--pp)",
     "train.sequence_length": "--context",
 }
-"""Keys of a run in messages about sizes, and the options that stand for them here."""
+"""Map from a configuration key in an error message about sizes to the command-line option that
+replaces it."""
 
 
 def family_for(model: ModelConfig, lora: Lora | None, *, context: int, tp: int) -> ModelSpec:
-    """The family of a model of `context` tokens, with adapters or without, over `tp` ranks; raises
-    :class:`ConfigError`."""
+    """Return the model family for a context of `context` tokens, over `tp` ranks, with the adapters
+    `lora` if any. Raises :class:`ConfigError`."""
     try:
         family = make_model_spec(model, RunShape(context, microbatch=1, tp=tp, lora=lora))
-        if model.moe.capacity is not None:
+        if model.moe.capacity_factor is not None:
             raise ConfigError(
-                f"model.moe.capacity={model.moe.capacity:g}: texts of other lengths would have "
-                "other places, and generation and evaluation have no support for it; expected null"
+                f"model.moe.capacity_factor={model.moe.capacity_factor:g}: the capacity of an "
+                "expert depends on a text's length, so generation and evaluation do not "
+                "support it: expected null"
             )
         if tp > 1 and "tp" not in family.supports:
             raise ConfigError(f"parallel.tp={tp}: {family.name} has no support for it; expected 1")
@@ -50,7 +52,7 @@ def family_for(model: ModelConfig, lora: Lora | None, *, context: int, tp: int) 
 
 
 def stages_of(family: ModelSpec, pp: int) -> tuple[StageSpec, ...]:
-    """A stage for each of `pp` ranks, the slowest as fast as can be; raises ConfigError."""
+    """Split the model into `pp` stages; minimize the slowest stage's time. Raises ConfigError."""
     forward = [Fraction(cost) for cost in family.unit_costs(None)]
     try:
         text = balanced(forward, loop(pp), ends=family.has_embedding_and_head)
@@ -67,10 +69,10 @@ def _in_options(error: ConfigError) -> ConfigError:
 
 
 def fill(module: StageModule, weights: TensorReader, device: torch.device) -> None:
-    """Give every parameter its region of the weights; two uses of a tied embedding share one. And
-    routers, which are on the host yet, the biases of their experts.
+    """Load every parameter from its region of the weights. Both uses of a tied embedding share one
+    tensor. Also load the routers' expert biases, which are still on the host.
 
-    Raises :class:`~megapipe.errors.CheckpointError` for what is missing or damaged.
+    Raises :class:`~megapipe.errors.CheckpointError` if a weight is missing or damaged.
     """
     tensors: dict[str, Tensor] = {}
     for owned in owned_parameters(module):

@@ -1,1 +1,1 @@
-"""How the processes of a job start, meet, and end."""
+"""Starts the processes of a job, lets them find each other, and ends them."""

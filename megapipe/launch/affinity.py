@@ -1,7 +1,7 @@
-"""The processors of a process that drives a GPU: those next to it.
+"""Binds a process that drives a GPU to the CPU cores next to the GPU.
 
-A host thread on the other socket launches kernels later, and pinned memory that it makes is reached
-over the link between the sockets.
+A host thread on the other socket launches kernels later and reaches pinned memory over the link
+between the sockets.
 """
 
 import os
@@ -12,11 +12,11 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 def bind_near(pci: str, devices: Path = DEVICES) -> Set[int]:
-    """Keep this process, and the threads it makes, to the processors near a PCI device.
+    """Bind this process, and the threads that it starts, to the CPU cores near a PCI device.
 
-    `pci` is its address, such as ``0000:dc:00.0``. Returns the processors, none where nothing was
-    done: where the system does not know which are near, or somebody has chosen some already
-    (a launcher, ``taskset``, a container).
+    `pci` is the device's address, such as ``0000:dc:00.0``. Return the numbers of the cores. The
+    set is empty if nothing was done: the system does not know the cores, or a launcher, ``taskset``
+    or a container has restricted them already.
     """
     chosen = os.sched_getaffinity(0)
     if chosen != _online(devices):
@@ -29,17 +29,17 @@ def bind_near(pci: str, devices: Path = DEVICES) -> Set[int]:
 
 
 def near(pci: str, devices: Path = DEVICES) -> Set[int]:
-    """The processors near a PCI device; none where the system does not say."""
+    """Return the numbers of the CPU cores near a PCI device; none if the system does not know."""
     return _numbers(devices / pci / "local_cpulist")
 
 
 def _online(devices: Path) -> Set[int]:
-    """All processors of the machine."""
+    """Return the numbers of all CPU cores of the machine."""
     return _numbers(devices.parents[2] / "devices" / "system" / "cpu" / "online")
 
 
 def _numbers(path: Path) -> Set[int]:
-    """Numbers in a list such as ``0-3,8-11``; none where there is no such file."""
+    """Read a list of numbers such as ``0-3,8-11``; return an empty set if the file is missing."""
     try:
         ranges = path.read_text().strip().split(",")
     except OSError:

@@ -1,4 +1,4 @@
-"""torchrun's agent, which tells all nodes at once where a rank of its own has failed."""
+"""torchrun's agent, extended to tell all nodes as soon as a local rank has failed."""
 
 from __future__ import annotations
 
@@ -13,66 +13,70 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 
-from megapipe.launch.forks import ForkServer
-from megapipe.launch.ranks import exit_code
+from megapipe.launch.fork_server import ForkServer
+from megapipe.launch.rank_reaper import exit_code
 from megapipe.launch.rendezvous import of_ranks
 from megapipe.launch.shutdown import FAILED, claim
-from megapipe.util.answers import NoAnswer, call_with_timeout
+from megapipe.util.timeouts import NoAnswer, call_with_timeout
 
 ANSWER_S = 0.5
-"""How long the store may take to answer; without an answer a job goes on to end, or to start again.
-"""
+"""Seconds that the store may take to answer. Without an answer the job still ends or restarts."""
 LOOK_S = 0.25
-"""How long the thread that waits for a failure may take to notice that the ranks have ended."""
+"""Seconds within which the thread that waits for a failure notices that the ranks have ended."""
 HANDLER = "get_subprocess_handler"
-"""The function of torch's module that starts a process for an agent, which has no other way in."""
+"""Name of the function in torch's module ``api`` that starts a rank. The agent replaces it for the
+time of a start, as torch has no hook."""
 
 
 class Agent(LocalElasticAgent):
-    """An agent whose ranks meet as :mod:`megapipe.launch.rendezvous` says.
+    """torchrun's agent for ranks that meet as :mod:`megapipe.launch.rendezvous` describes.
 
-    A rank that is killed, or fails before it has met the others, says nothing to those of other
-    nodes, so this claims its failure. The rank's neighbours, which torchrun's agent is about to ask
-    to stop, then know why.
+    A rank that is killed, or that fails before it has met the others, cannot tell other nodes. The
+    agent then claims the failure in the store for that rank. So the other local ranks, which
+    torchrun's agent is about to stop, know why they end.
     """
 
     def __init__(
-        self, *given: Any, handed_on: Container[int], forks: ForkServer | None, **more: Any
+        self, *arguments: Any, handed_on: Container[int], forks: ForkServer | None, **more: Any
     ) -> None:
-        super().__init__(*given, **more)
+        super().__init__(*arguments, **more)
         self._forks = forks
         self.before: int | None = None
-        """The exit code of a failure that another process has claimed before a rank failed here."""
+        """Exit code of a failure that another process claimed first; None if there is none."""
         self.has_noticed = False
-        """Whether it knows that a rank has failed here; from then on it asks the store no more."""
+        """Whether the agent has noticed a local rank's failure. Only the first one is claimed."""
         self._handed_on = handed_on
-        self._heard: list[int] = []
-        """The exit code of the job's failure, once there is one."""
+        self._failure_codes: list[int] = []
+        """Exit code of the job's first failure; empty until a failure is known."""
         self._alone = threading.Event()
-        """Set when the store is gone, and with it the node that hosts it."""
+        """Event that is set when the store is lost, because the node that hosts it is lost."""
         self._over = threading.Event()
-        self._ear: threading.Thread | None = None
+        self._failure_thread: threading.Thread | None = None
 
-    def run(self, *given: Any) -> RunResult:
+    def run(self, *arguments: Any) -> RunResult:
         try:
-            return super().run(*given)
+            return super().run(*arguments)
         finally:
             self._over.set()
-            if self._ear is not None:
-                self._ear.join(LOOK_S + ANSWER_S)  # no thread may come out of C++ at Python's end
+            if self._failure_thread is not None:
+                # no thread may return from C++ at Python's end
+                self._failure_thread.join(LOOK_S + ANSWER_S)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the job has on another node, as far as is known."""
-        return bool(self._heard) or self._alone.is_set()
+        """Whether this agent knows that a process has claimed a failure of the job, or that the
+        store's node is lost."""
+        return bool(self._failure_codes) or self._alone.is_set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if (worker_group.group_world_size or 1) > 1:  # nodes
+        if (worker_group.group_world_size or 1) > 1:  # number of nodes
             store = _store(worker_group)
             with contextlib.suppress(DistError, NoAnswer):
                 own = call_with_timeout(ANSWER_S, store.clone)  # type: ignore[attr-defined]
-                self._ear = threading.Thread(target=self._hear, args=(own,), daemon=True)
-                self._ear.start()
+                self._failure_thread = threading.Thread(
+                    target=self._await_failure, args=(own,), daemon=True
+                )
+                self._failure_thread.start()
         started: dict[int, Any]
         if self._forks is None:
             started = super()._start_workers(worker_group)
@@ -94,8 +98,9 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _claim(self, code: int, worker_group: WorkerGroup) -> None:
-        """Claim a failure, unless the rank ended by a signal that was handed on to it."""
-        self.before = next(iter(self._heard), None)
+        """Claim a local rank's failure, unless the rank was ended by a signal that the launcher has
+        passed on. Remember an earlier claim of another process."""
+        self.before = next(iter(self._failure_codes), None)
         if self.before is None and code - 128 not in self._handed_on:
             store = _store(worker_group)
             try:
@@ -103,15 +108,16 @@ class Agent(LocalElasticAgent):
             except DistError:
                 pass
             except NoAnswer:
-                self._ear = None  # in C++ it waits for the same store
+                # the thread waits for the same store in C++: do not join it
+                self._failure_thread = None
 
-    def _hear(self, store: Store) -> None:
-        """Wait for a failure of the job while it runs, over a connection of its own: the store may
-        answer nobody."""
+    def _await_failure(self, store: Store) -> None:
+        """Wait until any process claims a failure. `store` is a separate connection: a request on
+        it may block for ever."""
         while not self._over.is_set():
             try:
                 store.wait([FAILED], datetime.timedelta(seconds=LOOK_S))
-                self._heard.append(int(store.get(FAILED)))
+                self._failure_codes.append(int(store.get(FAILED)))
                 return
             except DistStoreError:
                 pass
@@ -121,6 +127,6 @@ class Agent(LocalElasticAgent):
 
 
 def _store(worker_group: WorkerGroup) -> Store:
-    """That of the ranks."""
+    """Return the ranks' TCP store, without torchrun's key prefix."""
     assert isinstance(worker_group.store, PrefixStore)
     return of_ranks(worker_group.store.underlying_store)

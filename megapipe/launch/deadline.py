@@ -1,4 +1,4 @@
-"""A time by which a process has ended, whatever its other threads wait for."""
+"""Deadlines at which a process ends, whatever its other threads wait for."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import threading
 from collections.abc import Callable, Iterator
 
 SLICE_S = 0.25
-"""Longest of the waits in which the time is counted, and the time added to be sure."""
+"""Length, in seconds, of the short waits with which :func:`is_set_within` counts time."""
 
 
 def is_set_within(event: threading.Event, seconds: float) -> bool:
     """Wait for `event`, and return whether it was set within `seconds`.
 
-    Only the time in which this process runs counts, as it is counted in short waits: one that was
-    suspended is not late when it goes on.
+    Only the time in which this process runs counts, because the time is counted in short waits. So
+    a process that was suspended is not late when it continues.
     """
     left = seconds
     while left > 0:
         if event.wait(min(SLICE_S, left)):
             return True
         left -= SLICE_S
-    return event.wait(SLICE_S)  # whoever sets it may have waited for this process to go on
+    return event.wait(SLICE_S)  # the thread that sets `event` may have waited for this process
 
 
 @contextlib.contextmanager
 def call_unless_done(seconds: float, end: Callable[[], object]) -> Iterator[None]:
-    """Call `end`, in a thread of its own, unless the block is done within `seconds` in which this
-    process runs.
+    """Call `end` in a new thread unless the body is done within `seconds`. Only the time in which
+    this process runs counts.
 
-    The block may be inside a call of C++ that never returns.
+    The body may be inside a C++ call that never returns.
     """
     done = threading.Event()
 
@@ -43,4 +43,4 @@ def call_unless_done(seconds: float, end: Callable[[], object]) -> Iterator[None
         yield
     finally:
         done.set()
-        thread.join()  # else it may be what frees tensors that `end` leads to, while Python ends
+        thread.join()  # else the thread may free tensors of `end` while Python exits

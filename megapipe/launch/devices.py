@@ -1,9 +1,10 @@
-"""Which device each process computes on, and which library carries their messages.
+"""Decides on which device each process computes, and which backend carries the messages.
 
-NCCL needs a device per process. How many a process sees does not tell: under ``srun
---gpus-per-task=1`` each of eight processes sees one, number 0, and they are eight different ones;
-and eight processes that see the same four share them. So the processes compare the identities of
-their devices in the store, and the first one decides for all.
+NCCL needs a separate device for each process. The number of devices that a process sees does not
+show whether devices are separate. Under ``srun --gpus-per-task=1`` each of eight processes sees one
+device, number 0, and these are eight different GPUs. Eight processes that see the same four GPUs
+share them. So the processes compare the identities of their devices in the store, and rank 0
+decides for all.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megapipe.errors import ConfigError, LaunchError
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.launch_info import LaunchInfo
+from megapipe.text import count_noun
 from megapipe.util.lived import await_keys
-from megapipe.words import count_noun
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +31,29 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceKeys(Protocol):
-    """Keys of a configuration on devices (``parallel.*``)."""
+    """Configuration keys about devices (``parallel.*``)."""
 
     @property
     def device(self) -> str:
-        """auto, cpu or cuda."""
+        """Device to compute on: auto, cpu or cuda."""
 
     @property
     def backend(self) -> str:
-        """auto, gloo or nccl."""
+        """Communication library: auto, gloo or nccl."""
 
     @property
     def timeout_s(self) -> float:
-        """How long processes wait for each other."""
+        """Seconds after which processes that wait for each other fail."""
 
 
 class Query(Protocol):
-    """Questions of a process to its devices."""
+    """Interface to the devices that a process sees."""
 
     def count(self) -> int:
-        """Devices that it sees."""
+        """Return the number of visible devices."""
 
     def identity(self, index: int) -> str:
-        """A name of device `index` that no other device of any host has."""
+        """Return a name of device `index` that is unique among the devices of all hosts."""
 
 
 class Cuda:
@@ -64,7 +65,7 @@ class Cuda:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, index: int) -> str:
-        """The GPU's UUID, or for a part of a GPU (MIG) the UUID by which it was made visible."""
+        """Return the GPU's UUID, or that of the MIG instance in CUDA_VISIBLE_DEVICES."""
         import torch
 
         mig = mig_of(os.environ, index)
@@ -76,8 +77,8 @@ class Cuda:
 
 
 def pci_address(device: torch.device) -> str:
-    """Where the system finds a CUDA device, such as ``0000:dc:00.0``; empty where torch does not
-    tell."""
+    """Return the PCI address of a CUDA device, such as ``0000:dc:00.0``; "" if torch does not know
+    it."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)
@@ -87,7 +88,7 @@ def pci_address(device: torch.device) -> str:
 
 
 def mig_of(environ: Mapping[str, str], index: int) -> str | None:
-    """The UUID of visible device `index` if it is a part of a GPU."""
+    """Return the UUID of visible device `index` if it is a MIG instance, else None."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     return name if name.startswith("MIG-") else None
@@ -95,21 +96,22 @@ def mig_of(environ: Mapping[str, str], index: int) -> str | None:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The device that a process would compute on."""
+    """The device that a process would compute on, as it is reported to rank 0."""
 
     rank: int
     host: str
     device: str
-    """Its identity; ``cpu`` where there is none."""
+    """The device's identity; ``cpu`` if there is no device."""
 
 
 def choose_device(
     parallel: DeviceKeys, info: LaunchInfo, store: Store, query: Query | None = None
 ) -> tuple[torch.device, str]:
-    """This process' device, and the backend of all groups.
+    """Return this process's device, and the backend of all groups.
 
-    All processes call it with the same `parallel`. Raises :class:`ConfigError` or
-    :class:`LaunchError`, the same on every rank, where the devices do not allow what it asks for.
+    All processes call the function with the same `parallel`. Raises :class:`ConfigError` or
+    :class:`LaunchError`, the same on every rank, if the devices do not allow what `parallel` asks
+    for.
     """
     import torch
 
@@ -124,7 +126,7 @@ def choose_device(
 
 
 def _agree(parallel: DeviceKeys, info: LaunchInfo, store: Store, own: DeviceReport) -> str:
-    """The backend that rank 0 decides on, when it knows all devices."""
+    """Return the backend that rank 0 chooses after all processes have reported their devices."""
     store.set(f"device {own.rank}", json.dumps(asdict(own)))
     if own.rank == 0:
         keys = [f"device {rank}" for rank in range(info.world)]
@@ -143,11 +145,11 @@ def _agree(parallel: DeviceKeys, info: LaunchInfo, store: Store, own: DeviceRepo
 
 
 def decide(parallel: DeviceKeys, found: Sequence[DeviceReport]) -> str:
-    """The backend for processes that have found these devices; with a warning where
-    ``parallel.backend=auto`` is not NCCL though all have one.
+    """Return the backend for processes that have found the devices `found`. Log a warning if
+    ``parallel.backend=auto`` becomes gloo because processes share GPUs.
 
-    Raises :class:`ConfigError` where the devices do not allow what `parallel` asks for,
-    :class:`LaunchError` where some processes have a device and others none.
+    Raises :class:`ConfigError` if the devices do not allow what `parallel` asks for,
+    :class:`LaunchError` if some processes have a device and others do not.
     """
     without = [each.rank for each in found if each.device == CPU]
     if without and parallel.device == "cuda":
@@ -182,8 +184,8 @@ def decide(parallel: DeviceKeys, found: Sequence[DeviceReport]) -> str:
             )
         if parallel.backend == "auto":
             _log.warning(
-                "megapipe: messages travel over gloo, through host memory, since NCCL needs a GPU "
-                "per process, and %s; fewer processes would be faster",
+                "megapipe: using gloo through host memory: NCCL needs one GPU per process, "
+                "and %s. Fewer processes would be faster",
                 sharing,
             )
         return "gloo"

@@ -1,8 +1,9 @@
-"""Tells what this machine gives a run: ``megapipe doctor``, or ``python scripts/doctor.py``.
+"""Reports what this machine offers a run: ``megapipe doctor``, or ``python scripts/doctor.py``.
 
-A line for each thing that a run depends on and that differs between machines: versions, devices,
-processors, limits, the network's idea of this host. What is wrong says what would be right. With
-``--spin`` a GPU also shows which calls wait for a kernel that spins (:mod:`megapipe.launch.spin`).
+The command prints a line for each thing that a run depends on and that differs between machines:
+versions, devices, processors, limits, the host's network address. A line about a problem also says
+what is expected. With ``--spin`` the command also finds out which host calls wait for a kernel that
+spins on the GPU (:mod:`megapipe.launch.cuda_spin_probe`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from megapipe.launch.affinity import near
 from megapipe.launch.devices import Cuda, pci_address
 from megapipe.launch.loopback import loopback_problem
 from megapipe.launch.open_files import USUAL
+from megapipe.text import print_folded
 from megapipe.util.paths import temporary_folder_problem
-from megapipe.words import print_folded
 
 OLDEST_TORCH = (2, 10)
 PACKAGES = ("numpy", "transformers", "tokenizers", "datasets", "safetensors", "wandb")
 
 
 class Finding(NamedTuple):
-    """Something that was looked at."""
+    """Result of one check."""
 
     state: Literal["ok", "note", "wrong"]
     what: str
@@ -39,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def versions() -> Iterator[Finding]:
-    """Python, torch, and the packages that parts of megapipe use."""
+    """Check Python, torch and the optional packages of megapipe."""
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
     text = _version("torch")
     if text is None:
@@ -57,9 +58,9 @@ def versions() -> Iterator[Finding]:
 
 
 def host(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Processors, memory, limits, network and variables of this host."""
+    """Check processors, memory, limits, network and environment variables of this host."""
     text = f"{os.cpu_count()}"
-    if hasattr(os, "sched_getaffinity"):  # Linux
+    if hasattr(os, "sched_getaffinity"):  # on Linux only
         text = f"{len(os.sched_getaffinity(0))} of {text} for this process"
     yield Finding("ok", "processors", text)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -87,7 +88,7 @@ def host(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def heeded(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The variables on which it depends what waits for a kernel that spins."""
+    """Report environment variables that determine which host calls wait for a spinning kernel."""
     names = [name for name in (CONNECTIONS, LOADING, *ALLOCATOR) if name in environ]
     yield Finding("ok", "environment", ", ".join(f"{name}={environ[name]}" for name in names))
 
@@ -96,14 +97,14 @@ _INTERFACE = "for jobs on several hosts expected GLOO_SOCKET_IFNAME=INTERFACE"
 
 
 def gpus() -> Iterator[Finding]:
-    """The CUDA devices that this process sees."""
+    """Check the CUDA devices that this process sees."""
     if temporary_folder_problem() is not None:
         return  # torch cannot be loaded
     import torch
 
     count = Cuda().count()
     if not count:
-        yield Finding("note", "gpu", "none: runs compute on the CPU, and send over gloo")
+        yield Finding("note", "gpu", "none: runs compute on the CPU and communicate over gloo")
         return
     for index in range(count):
         device = torch.device("cuda", index)
@@ -114,7 +115,7 @@ def gpus() -> Iterator[Finding]:
             "ok",
             f"gpu {index}",
             f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {Cuda().identity(index)}, "
-            f"{address or 'no PCI address'}, {beside or 'no known'} processors beside it",
+            f"{address or 'no PCI address'}, {beside or 'no known'} local processors",
         )
     if torch.distributed.is_nccl_available():
         version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -133,28 +134,28 @@ def _version(package: str) -> str | None:
 def parser() -> Parser:
     """Return the parser of the command."""
     top = Parser(
-        description="Describe what this machine gives a run: versions, devices, limits.",
-        epilog="Exit code 4 where something is wrong.",
+        description="Describe what this machine offers a run: versions, devices, limits.",
+        epilog="Exit with code 4 if something is wrong.",
     )
     top.add_argument(
         "--spin",
         action="store_true",
-        help="on a GPU: which calls wait for a kernel that spins, as a posted receive does, and "
-        "what such kernels cost a matrix product, with the environment variables that a run sets; "
-        "takes a minute",
+        help="on a GPU: measure which calls wait for a spinning kernel (a posted receive "
+        "spins), and how much such kernels slow a matrix product, with the environment "
+        "variables of a run; takes a minute",
     )
     top.set_defaults(run=_look)
     return top
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there is; returns the exit code, 4 if something is wrong."""
+    """Print all findings. Return the exit code: 4 if something is wrong."""
     return run_command(parser(), argv)
 
 
 def _look(given: argparse.Namespace) -> None:
     looks: list[Callable[[], Iterator[Finding]]] = [versions, lambda: host(os.environ), gpus]
-    if given.spin:  # before torch is loaded, as a run does
+    if given.spin:  # set before torch is loaded, as in a run
         set_environment(os.environ, sends_messages=False, deterministic=False)
         looks.insert(0, lambda: heeded(os.environ))
     wrong = False
@@ -163,9 +164,9 @@ def _look(given: argparse.Namespace) -> None:
             print_folded(f"{state:5}  {what:11}  {text}")
             wrong |= state == "wrong"
     if given.spin:
-        from megapipe.launch import spin
+        from megapipe.launch import cuda_spin_probe
 
-        for line in spin.report():
+        for line in cuda_spin_probe.report():
             print(line, flush=True)
     if wrong:
         raise LaunchError("something is wrong: see above")

@@ -1,4 +1,4 @@
-"""Where the launchers of several nodes meet, and how many of them there are to be."""
+"""Where the launchers of several nodes meet, and how many nodes a job may have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 def is_host(text: str) -> bool:
-    """Whether a text has the form of a host's name or address."""
+    """Whether `text` has the form of a host name or address."""
     try:
         return bool(text.encode("idna"))
     except UnicodeError:
@@ -14,7 +14,7 @@ def is_host(text: str) -> bool:
 
 
 class Endpoint(NamedTuple):
-    """Where nodes may meet."""
+    """An address at which launchers of several nodes may meet."""
 
     host: str
     port: int
@@ -24,25 +24,25 @@ class Endpoint(NamedTuple):
 
     @staticmethod
     def read(text: str) -> list[Endpoint]:
-        """Those of a list such as ``node0:29400,node1:29400``. Raises ValueError."""
+        """Read a list of endpoints such as ``node0:29400,node1:29400``. Raises ValueError."""
         made = []
         for part in text.split(","):
             host, _, port = part.strip().rpartition(":")
             if not is_host(host) or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ValueError(f"{part.strip()!r} is no HOST:PORT")
+                raise ValueError(f"{part.strip()!r} is not HOST:PORT")
             made.append(Endpoint(host.strip("[]"), int(port)))
         return made
 
 
 class NodeRange(NamedTuple):
-    """With how many nodes a job may be started."""
+    """Range of the number of nodes with which a job may start."""
 
     least: int = 1
     most: int = 1
 
     @property
     def elastic(self) -> bool:
-        """Whether it may go on with another number than before."""
+        """Whether the job may continue with a different number of nodes."""
         return self.least < self.most
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class NodeRange(NamedTuple):
 
     @staticmethod
     def read(text: str) -> NodeRange:
-        """Of ``4`` or ``2:4``. Raises ValueError."""
+        """Read a range of nodes: ``4`` or ``2:4``. Raises ValueError."""
         least, colon, most = text.partition(":")
         nodes = NodeRange(int(least), int(most if colon else least))
         if not 1 <= nodes.least <= nodes.most:

@@ -1,19 +1,21 @@
 """Starts the processes of a job on this node: ``python -m megapipe.launch --nproc 8 train.py ...``.
 
 torchrun's agent does the work: it meets the agents of other nodes, hosts the store, starts a
-process per rank and ends all when one fails. Ranks of ``train.py`` and ``-m megapipe train`` begin
-with torch loaded (:mod:`megapipe.launch.forks`). The end of a job is different. The ranks
-themselves report what went wrong, so nothing is added to that, and the exit code is that of the
-first rank to fail. With ``--restarts`` a run that a fault has ended is started again
-(:mod:`megapipe.launch.supervisor`). A signal is handed on to the ranks, which may take as long as
-they need to save, while torchrun kills them after half a minute; a second signal ends them at once.
+process per rank and ends all ranks when one fails. Ranks of ``train.py`` and ``-m megapipe train``
+begin with torch loaded (:mod:`megapipe.launch.fork_server`).
+
+The end of a job differs from torchrun's. The ranks report errors themselves, so the launcher prints
+nothing more and ends with the exit code of the first rank to fail. With ``--max-restarts`` it
+restarts a run that a fault has ended (:mod:`megapipe.launch.supervisor`). The launcher passes
+signals to the ranks, which may take as long as they need to save; torchrun would kill them after
+half a minute. A second signal ends them at once.
 
 On several nodes, run on each of them with the same ``--rdzv-id``::
 
     python -m megapipe.launch --nnodes 4 --nproc 8 --rdzv-endpoint node0:29400 --rdzv-id 7 train.py
 
-With ``--nnodes 2:4`` a job goes on with the nodes that are left when some are lost, and takes in
-those that come (:mod:`megapipe.launch.meeting`).
+With ``--nnodes 2:4`` a job continues with the remaining nodes when some are lost, and admits new
+nodes (:mod:`megapipe.launch.elastic_rendezvous`).
 """
 
 from __future__ import annotations
@@ -37,34 +39,36 @@ from megapipe.command_line import begin_program, check_temporary_folder, print_e
 from megapipe.errors import LaunchError, MegapipeError, Preempted
 from megapipe.launch import progress
 from megapipe.launch.endpoints import Endpoint, NodeRange
-from megapipe.launch.forks import ForkServer, can_fork
+from megapipe.launch.fork_server import ForkServer, can_fork
+from megapipe.launch.launch_info import NODES, ONE, OPTIONS, spare_threads
 from megapipe.launch.memory_folder import MemoryFolder
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.place import NODES, ONE, OPTIONS, spare_threads
-from megapipe.launch.ranks import RankReaper
+from megapipe.launch.rank_reaper import RankReaper
 from megapipe.launch.signals import NOTICES, STOP_SIGNALS, Listener
 from megapipe.launch.supervisor import Supervisor, line
-from megapipe.words import count_noun, is_terminal
+from megapipe.text import count_noun, is_terminal
+from megapipe.util.old_options import with_new_options
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
     from megapipe.launch.agent import Agent
-    from megapipe.launch.meeting import ElasticRendezvous
+    from megapipe.launch.elastic_rendezvous import ElasticRendezvous
 
 STOPPED = (signal.SIGTERM, *NOTICES)
-"""Those after which a job is to be started again."""
+"""Signals that ask the job to save and stop. A job that one of them stops should be requeued."""
 MONITOR_S = 0.1
-"""Time between two looks at the ranks."""
+"""Seconds between two checks whether ranks have ended."""
 ONE_NODE = NodeRange()
 RDZV_TIMEOUT_S = 60
 LAST_CALL_S = 30
 ELASTIC_RESTARTS = 3
 T = TypeVar("T")
 NEWCOMERS_S = 1.0
-"""Time between two looks for nodes that have come."""
+"""Seconds between two checks whether new nodes wait to join the job."""
 KILL_S = 1.0
-"""How long ranks may take to end at a second Ctrl-C: one may be stuck in C++ or stopped."""
+"""Seconds that ranks have to end after a second Ctrl-C; then they are killed, as a rank can be
+suspended or stuck in C++."""
 
 
 def launch(
@@ -79,22 +83,24 @@ def launch(
     restarts: int = 0,
     ends: bool = False,
 ) -> int:
-    """Run ``python *command`` in `nproc` processes on this node, one of `nodes` that do the same.
+    """Run ``python *command`` in `nproc` processes on this node, as one of the `nodes` of a job.
 
-    By default there is a process per GPU, or one. Where a fault ends a run that can go on, all
-    nodes start it again, `restarts` times without coming further. Returns the exit code: that
-    of the first rank to fail, 128 + n where signal n killed it; 0 if none fails. Raises
-    :class:`LaunchError` if the nodes do not meet or a folder for temporary files is missing,
-    :class:`TooManyRestarts`. To be called in the
-    main thread. With `ends` this process ends with the code, and signals are ignored from when it
-    is known: a scheduler that ends the job because one launcher has ended changes nothing.
+    By default there is one process per GPU, or one if there is no GPU. If a fault ends a run that
+    can continue, all nodes restart it, at most `restarts` times without progress. Return the exit
+    code of the first rank to fail: 128 + n if signal n killed it; 0 if no rank fails. Raises
+    :class:`LaunchError` if the nodes do not meet or a folder for temporary files is missing, and
+    :class:`TooManyRestarts`. Call the function in the main thread.
+
+    `ends`: whether the caller will end this process with the exit code. Then signals are ignored
+    once the code is known, so a scheduler that ends the job because another launcher has ended
+    cannot change the code.
     """
     check_temporary_folder()
-    if is_terminal(sys.stderr):  # somebody waits for a first line
+    if is_terminal(sys.stderr):  # a person is waiting for the first line
         what = "a process for each GPU" if nproc is None else count_noun(nproc, "process")
         print(f"megapipe: starting {what}", file=sys.stderr, flush=True)
     supervisor = Supervisor(restarts, elastic=nodes.elastic)
-    with (  # before torch is loaded, for seconds
+    with (  # entered before torch is loaded, which takes seconds
         _Relay() as relay,
         _progress_file(restarts) as file,
         MemoryFolder(restarts > 0) as memory,
@@ -104,26 +110,27 @@ def launch(
         relay.leave = memory.leave
         forks = within.enter_context(_load_torch(command, nproc, relay))
         nproc = nproc or _gpus()
-        meeting = _meeting(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
+        rendezvous = _rendezvous(nproc, nodes, endpoints, rdzv_id, rdzv_timeout_s, last_call_s)
         while True:
-            with _newcomers(meeting, file):
-                agent = _agent(command, nproc, meeting, relay.handed_on, forks)
-                code = _run(agent, relay, meeting)
+            with _newcomers(rendezvous, file):
+                agent = _agent(command, nproc, rendezvous, relay.handed_on, forks)
+                code = _run(agent, relay, rendezvous)
             done = progress.read(file) if file is not None else progress.Progress()
-            again = supervisor.decide(code, done) if not relay.handed_on else None
-            if again is None or file is None:
+            decision = supervisor.decide(code, done) if not relay.handed_on else None
+            if decision is None or file is None:
                 return code
-            meeting.tell(line(again, restarts, done.step))
+            rendezvous.report_restart(line(decision, restarts, done.step))
             progress.write(file, progress.Progress())
-            progress.write_request(file, progress.Request(again.before))
+            progress.write_request(file, progress.Request(decision.before))
             with relay.waiting():
-                time.sleep(again.wait_s)
+                time.sleep(decision.wait_s)
 
 
 def _load_torch(
     command: Sequence[str], nproc: int | None, relay: _Relay
 ) -> contextlib.AbstractContextManager[ForkServer | None]:
-    """Load torch; then hear signals, and where the ranks may be forks have who forks them."""
+    """Load torch, then begin to handle signals. Return the process that forks ranks, or an empty
+    context if the ranks cannot be forks."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # read when torch is loaded
     spare_threads(nproc or 1)
     import torch  # noqa: F401
@@ -135,10 +142,10 @@ def _load_torch(
 
 @contextlib.contextmanager
 def _progress_file(restarts: int) -> Iterator[Path | None]:
-    """Where the run tells how far it has come, if that is of use."""
+    """Yield the file in which the run records its progress; None if no restarts are allowed."""
     progress.from_environment(
         os.environ
-    )  # that of a job in which this one is started is not for it
+    )  # drop the variable that an outer job's launcher has set for its own ranks
     if restarts == 0:
         yield None
         return
@@ -152,7 +159,7 @@ def _progress_file(restarts: int) -> Iterator[Path | None]:
             progress.from_environment(os.environ)
 
 
-def _meeting(
+def _rendezvous(
     nproc: int,
     nodes: NodeRange,
     endpoints: Sequence[Endpoint],
@@ -160,30 +167,31 @@ def _meeting(
     rdzv_timeout_s: float,
     last_call_s: float,
 ) -> ElasticRendezvous:
-    """This launcher's part in the meetings of all nodes."""
-    allow_connections(2 * nodes.most * nproc)  # of the store, and ranks inherit the limit
+    """Return this launcher's side of the rendezvous of all nodes."""
+    allow_connections(2 * nodes.most * nproc)  # to the store; ranks inherit the limit
     spare_threads(nproc)
-    from megapipe.launch.meeting import ElasticRendezvous
+    from megapipe.launch.elastic_rendezvous import ElasticRendezvous
 
-    logging.disable(logging.CRITICAL)  # the agent's account of each signal and failure
+    logging.disable(logging.CRITICAL)  # the agent logs each signal and failure
     return ElasticRendezvous(
         endpoints, rdzv_id, nodes, reach_s=rdzv_timeout_s, last_call_s=last_call_s
     )
 
 
 @contextlib.contextmanager
-def _newcomers(meeting: ElasticRendezvous, file: Path | None) -> Iterator[None]:
-    """Ask the run to stop when nodes have come that can take part: the first of its nodes does."""
+def _newcomers(rendezvous: ElasticRendezvous, file: Path | None) -> Iterator[None]:
+    """While the body runs, ask the run to stop when new nodes wait to join the job. The launcher
+    with index 0 asks for all, by a request in `file`."""
     over = threading.Event()
 
     def look() -> None:
         while file is not None and not over.wait(NEWCOMERS_S):
-            if meeting.place == 0 and meeting.nodes_waiting() and not over.is_set():
+            if rendezvous.node_index == 0 and rendezvous.nodes_waiting() and not over.is_set():
                 asked = progress.read_request(file)
                 progress.write_request(file, asked._replace(regroup=1))
                 return
 
-    if meeting.nodes.elastic:
+    if rendezvous.nodes.elastic:
         threading.Thread(target=look, daemon=True).start()
     try:
         yield
@@ -194,11 +202,11 @@ def _newcomers(meeting: ElasticRendezvous, file: Path | None) -> Iterator[None]:
 def _agent(
     command: Sequence[str],
     nproc: int,
-    meeting: ElasticRendezvous,
+    rendezvous: ElasticRendezvous,
     handed_on: Container[int],
     forks: ForkServer | None,
 ) -> Agent:
-    """torchrun's agent, for one start of the job."""
+    """Return torchrun's agent for one start of the job."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -207,19 +215,19 @@ def _agent(
     spec = WorkerSpec(
         role="megapipe",
         local_world_size=nproc,
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         args=("-u", *command),
         max_restarts=0,
         monitor_interval=MONITOR_S,
     )
-    # the agent's own handler would end the ranks: it gets a signal that nobody sends
+    # the agent's own handler would end the ranks: give it a signal that nobody sends
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR2"
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), handed_on=handed_on, forks=forks)
 
 
-def _run(agent: Agent, relay: _Relay, meeting: ElasticRendezvous) -> int:
-    """Start the ranks and wait for their end; returns the exit code."""
+def _run(agent: Agent, relay: _Relay, rendezvous: ElasticRendezvous) -> int:
+    """Start the ranks, wait for their end, and return the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -230,7 +238,9 @@ def _run(agent: Agent, relay: _Relay, meeting: ElasticRendezvous) -> int:
     try:
         result = agent.run()
     except (RendezvousError, DistError, TimeoutError) as error:
-        raise LaunchError(f"the nodes do not meet at {meeting.where}: {error}") from None
+        raise LaunchError(
+            f"the rendezvous failed at {rendezvous.endpoints_text}: {error}"
+        ) from None
     finally:
         ends.over.set()
     return _exit_code(result, relay, ends.killed, agent.before)
@@ -239,50 +249,52 @@ def _run(agent: Agent, relay: _Relay, meeting: ElasticRendezvous) -> int:
 def _exit_code(
     result: RunResult, relay: _Relay, stopped: Container[int], before: int | None
 ) -> int:
-    """The exit code of a job on this node, of which nothing has been said if a rank was killed,
-    or stopped by a signal before it had begun, unless another process has failed `before`, with
-    this code.
+    """Return the exit code of the job on this node. Print an error if no rank could print it: a
+    rank was killed, or a signal stopped it before it had begun.
 
-    Those that were `stopped`, and killed for that, had not failed."""
+    `before`: exit code of a failure that another process has claimed earlier. That code is returned
+    instead, and nothing is printed. `stopped`: process ids of suspended ranks that the launcher
+    killed because they could not end; these ranks have not failed themselves.
+    """
     failures = sorted(result.failures.items(), key=lambda failure: failure[1].pid in stopped)
-    for rank, failure in failures:  # the first first; the agent ended the others
+    for rank, failure in failures:  # ranks that were stopped come last: the agent ended them
         if failure.exitcode > 0:
             return failure.exitcode
         number = -failure.exitcode
         if number == signal.SIGKILL and relay.killed_for is not None:
             return 128 + relay.killed_for
-        if number in relay.handed_on and number in STOPPED:  # before it could hear it
-            if before is not None:  # a scheduler ends this launcher as another has ended
+        if number in relay.handed_on and number in STOPPED:  # too early to be handled
+            if before is not None:  # a scheduler ends this launcher after another
                 return before
-            print_error(_stopped(signal.Signals(number), "before the ranks had begun"))
+            print_error(_stopped(signal.Signals(number), "before the ranks started"))
             return Preempted.exit_code
         if number not in relay.handed_on:
             if before is not None:
                 return before
             if failure.pid in stopped:
                 error = LaunchError(
-                    f"rank {rank} was stopped by a signal, and the job has ended without it"
+                    f"rank {rank} is stopped by a signal, and the job ended without it"
                 )
                 print_error(error)
                 return error.exit_code
-            _say_killed(rank, signal.Signals(number))
+            _report_killed(rank, signal.Signals(number))
         return 128 + number
     return 0
 
 
 class _Relay(Listener):
-    """Hands signals on to the ranks; kills what a second SIGINT or SIGTERM does not end."""
+    """Passes signals on to the ranks. After a second SIGINT or SIGTERM it kills remaining ranks."""
 
     def __init__(self) -> None:
         self.handed_on: set[int] = set()
         self.killed_for: int | None = None
-        """The second signal, where ranks were killed because they did not end by it."""
+        """Number of the second signal, if ranks were killed as they did not end after it."""
         self.pids: Callable[[], list[int]] = list
-        """The ranks that there are."""
+        """Function that returns the process ids of the ranks."""
         self.leave: Callable[[int], object] = os._exit
-        """Ends this process at once."""
-        self._when = "before the ranks had begun"
-        """When it is that there are no ranks."""
+        """Function that ends this process at once with an exit code."""
+        self._when = "before the ranks started"
+        """Time without ranks, in words for messages: before the first start, or between starts."""
         self._listens = False
         super().__init__(STOP_SIGNALS)
 
@@ -309,8 +321,8 @@ class _Relay(Listener):
 
     @contextlib.contextmanager
     def until_known(self, ends: bool) -> Iterator[None]:
-        """Ignore signals from the end of the block on, where the exit code is known, if the process
-        `ends` with it."""
+        """After the body, when the exit code is known, ignore signals if the caller `ends` this
+        process with the code."""
         try:
             yield
         finally:
@@ -319,8 +331,8 @@ class _Relay(Listener):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Between two starts."""
-        self.pids, self._when = list, "while it was to be started again"
+        """Mark the time of the body as a wait between two starts."""
+        self.pids, self._when = list, "while it waited for a restart"
         yield
 
     def _kill(self, number: int) -> None:
@@ -337,58 +349,62 @@ def _stopped(number: signal.Signals, when: str) -> Preempted:
     return Preempted(f"stopped by {number.name} {when}")
 
 
-def _say_killed(rank: int, number: signal.Signals) -> None:
-    """The line for a rank that was killed and could not say it."""
-    hint = "; the system does so when memory runs out" if number == signal.SIGKILL else ""
+def _report_killed(rank: int, number: signal.Signals) -> None:
+    """Print the error of a rank that was killed and so could not print the error itself."""
+    hint = "; the system does this when memory runs out" if number == signal.SIGKILL else ""
     print_error(LaunchError(f"rank {rank} was killed by {number.name}{hint}"))
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's own options."""
-    own = sys.argv[0]  # as a console command: megapipe launch
+    own = sys.argv[0]  # the console command `megapipe launch`
     top = argparse.ArgumentParser(
         prog=own if own.startswith("megapipe ") else "python -m megapipe.launch",
-        description="Starts the processes of a job on this node and hands on their exit code.",
+        description="Start the processes of a job on this node and exit with their exit code.",
         usage="%(prog)s [options] PROGRAM.py [arguments]\n"
         "       %(prog)s [options] -m MODULE [arguments]",
         allow_abbrev=False,
     )
     top.add_argument(
         "--nproc", "--nproc-per-node", type=int, metavar="N",
-        help="processes on this node; default: its number of GPUs, or 1",
+        help="processes on this node (default: its number of GPUs, or 1)",
     )  # fmt: skip
     top.add_argument(
         "--nnodes", type=_value(NodeRange.read, "N or MIN:MAX"), default=ONE_NODE, metavar="N",
-        help="nodes (default 1); MIN:MAX: start and go on with as many as there are of them",
+        help="nodes (default 1); MIN:MAX: start and continue with any number of nodes in "
+            "this range",
     )  # fmt: skip
     top.add_argument(
         "--rdzv-endpoint", type=_value(Endpoint.read, "HOST:PORT"), default=[],
         metavar="HOST:PORT[,HOST:PORT]", dest="endpoints",
-        help="where the nodes meet, on one of them; needed with several. With endpoints on several "
-        "of them, the first that can be had: the job survives the loss of the others",
+        help="address of the rendezvous store, on one of the nodes; needed for several "
+            "nodes. Of several endpoints, separated by commas, the first that works is "
+            "used: the job survives the loss of the other nodes",
     )  # fmt: skip
     top.add_argument(
-        "--rdzv-id", metavar="ID", help="name of the job on all nodes; needed with several"
+        "--rdzv-id",
+        metavar="ID",
+        help="name of the job, equal on all nodes; needed for several nodes",
     )
     top.add_argument(
-        "--restarts", type=int, metavar="N",
-        help="start a run again that a fault has ended, from its newest checkpoint: so many times "
-        "without coming further; after two faults at the same step from an older one. Default 0, "
-        f"as most first errors are mistakes; {ELASTIC_RESTARTS} with --nnodes MIN:MAX",
+        "--max-restarts", type=int, metavar="N",
+        help="restart a run that a fault has ended, from its newest checkpoint, at most N times in "
+        "a row without progress; after two faults at the same step from an older one. Default "
+        f"0, as most first errors are mistakes; {ELASTIC_RESTARTS} with --nnodes MIN:MAX",
     )  # fmt: skip
     top.add_argument(
         "--rdzv-timeout", type=int, default=RDZV_TIMEOUT_S, metavar="SECONDS",
-        help=f"how long to look for the node at --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
+        help=f"how long to try to reach --rdzv-endpoint (default {RDZV_TIMEOUT_S})",
     )  # fmt: skip
     top.add_argument(
         "--rdzv-last-call", type=int, default=LAST_CALL_S, metavar="SECONDS",
-        help="how long to wait for more nodes when MIN have come and another one has not "
+        help="how long to wait for further nodes after MIN have arrived "
         f"(default {LAST_CALL_S})",
     )  # fmt: skip
     top.add_argument(
         "--verdict", type=Path, metavar="FILE",
-        help="write the exit code there, if it is not 0 and no launcher of the job has written its "
-        "own: what the first one to end says of the job (a scheduler ends the others)",
+        help="write the job's exit code to FILE, unless it is 0 or another launcher of the job has "
+        "written a code: the first launcher to end knows the cause (a scheduler ends the others)",
     )  # fmt: skip
     return top
 
@@ -396,41 +412,48 @@ def parser() -> argparse.ArgumentParser:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, command = _split(argv)
     own = parser()
+    options, lines = with_new_options(options, own._option_string_actions)
+    for notice in lines:
+        print(f"megapipe: {notice}", file=sys.stderr)
     arguments = own.parse_args(options)
     if not command:
-        own.error("no program: expected train.py or another")
+        own.error("no program: expected PROGRAM.py or -m MODULE")
     nodes = arguments.nnodes
     numbers = (arguments.rdzv_timeout, arguments.rdzv_last_call, arguments.nproc)
     if any(number is not None and number < 1 for number in numbers):
         own.error("--nproc, --rdzv-timeout and --rdzv-last-call: expected a number >= 1")
-    if arguments.restarts is None:
-        arguments.restarts = ELASTIC_RESTARTS if nodes.elastic else 0
-    if arguments.restarts < nodes.elastic:
-        own.error(f"--restarts: expected a number >= {int(nodes.elastic)}")
-    told = os.environ.get(NODES) or "1"
-    if nodes.most == 1 and told not in ONE and not any(o.startswith("--nnodes") for o in options):
-        own.error(f"{NODES}={told} is not read: expected --nnodes {told}, or --nnodes 1")
+    if arguments.max_restarts is None:
+        arguments.max_restarts = ELASTIC_RESTARTS if nodes.elastic else 0
+    if arguments.max_restarts < nodes.elastic:
+        own.error(f"--max-restarts: expected a number >= {int(nodes.elastic)}")
+    env_nodes = os.environ.get(NODES) or "1"
+    if (
+        nodes.most == 1
+        and env_nodes not in ONE
+        and not any(o.startswith("--nnodes") for o in options)
+    ):
+        own.error(f"{NODES}={env_nodes} is ignored: expected --nnodes {env_nodes}, or --nnodes 1")
     if nodes.most > 1 and not (arguments.endpoints and arguments.rdzv_id):
         own.error("several nodes need --rdzv-endpoint HOST:PORT and --rdzv-id ID to meet")
     return arguments, command
 
 
 def nodes_of(options: Sequence[str]) -> NodeRange:
-    """Return the nodes that a launcher with these options starts a job on."""
+    """Return the range of the number of nodes, from a launcher's options."""
     nodes: NodeRange = parser().parse_args(options).nnodes
     return nodes
 
 
 def _repeated(options: Sequence[str]) -> str:
-    """Return the options of a launcher that starts the job again: the verdict was that of this
-    one."""
+    """Return the launcher's options with which the user can start this job again: all except
+    --verdict, whose file belongs to this launcher."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--verdict")
     return shlex.join(own.parse_known_args(options)[1])
 
 
 def _value(read: Callable[[str], T], form: str) -> Callable[[str], T]:
-    """The value of an option of this form."""
+    """Return an argparse type that parses with `read`; `form` is the expected form in words."""
 
     def value(text: str) -> T:
         try:
@@ -442,7 +465,8 @@ def _value(read: Callable[[str], T], form: str) -> Callable[[str], T]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's options, each ``--name value`` or ``--name=value``, and what it is to run."""
+    """Split `argv` into the launcher's own options (``--name value`` or ``--name=value``) and the
+    command."""
     if {"-h", "--help"}.intersection(argv[:1]):
         return list(argv), []
     at = 0
@@ -458,10 +482,10 @@ def _gpus() -> int:
 
 
 def write_verdict(path: Path, code: int) -> None:
-    """Write the exit code of the job to a file, unless another launcher's is there.
+    """Write the exit code of the job to a file, unless another launcher has written a code there.
 
-    The file may be there and empty: one that is made before the job is seen by every client of a
-    network file system, as its content is looked for when it is opened.
+    The file may exist and be empty. On a network file system it should exist before the job: then
+    all clients see its newest content, because the content is looked up when the file is opened.
     """
     try:
         with open(path, "a+") as file:
@@ -473,7 +497,7 @@ def write_verdict(path: Path, code: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start what `argv` says; returns the exit code."""
+    """Run the command in `argv` on this node. Return the exit code."""
     begin_program()
     arguments, command = _parse(argv)
     os.environ[OPTIONS] = _repeated(argv[: len(argv) - len(command)])
@@ -486,7 +510,7 @@ def main(argv: Sequence[str]) -> int:
             rdzv_id=arguments.rdzv_id or "",
             rdzv_timeout_s=arguments.rdzv_timeout,
             last_call_s=arguments.rdzv_last_call,
-            restarts=arguments.restarts,
+            restarts=arguments.max_restarts,
             ends=True,
         )
     except MegapipeError as error:

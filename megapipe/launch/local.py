@@ -1,10 +1,10 @@
-"""Worlds of gloo processes on this machine, from a script or a notebook.
+"""Groups of gloo processes on this machine, started from a script or a notebook.
 
-A function runs on every rank with a :class:`World`; what it returns comes back in rank order, and
-a failing rank's traceback becomes the caller's error.
+A function runs on every rank and receives a :class:`World`. Results come back in rank order, and a
+failed rank's traceback becomes the caller's error.
 
-Processes are forks of the caller where that is safe: so they run functions that nobody could
-import, such as those of a notebook, and have torch loaded. CUDA does not survive a fork.
+Processes are forks of the caller where a fork is safe. Forks have torch loaded and can run
+functions that cannot be imported, such as those of a notebook. CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from megapipe.errors import LaunchError
 from megapipe.launch.loopback import ADDRESS, loopback_problem
 
 GROUP_TIMEOUT_S = 600.0
-"""How long ranks wait for each other in a collective."""
+"""Seconds that ranks wait for each other in a collective."""
 STORE_S = 120.0
-"""How long a rank waits for the store in which they all meet: until all processes are started."""
+"""Seconds that a rank waits for the store, which opens when all processes are started."""
 PEERS_S = 2.0
-"""How long the peers of a failed rank may take to fail too, before they are ended."""
+"""Seconds that peers of a failed rank may take to fail too; then they are killed."""
 
 
 class RankError(LaunchError):
-    """One or more ranks failed, or did not end in time. `failures`: a text for each, by rank."""
+    """One or more ranks failed, or did not end in time. `failures`: error texts by rank."""
 
     def __init__(self, failures: Mapping[int, str], ranks: int) -> None:
         first = next(iter(failures))
@@ -52,9 +52,9 @@ class RankError(LaunchError):
 
 
 class World:
-    """One rank's view of a world, given to the function that it runs.
+    """One rank's view of all processes, passed to the function that the rank runs.
 
-    The ranks are in torch's default process group, on `backend`.
+    The ranks are in torch's default process group, with the backend `backend`.
     """
 
     backend: ClassVar[str] = "gloo"
@@ -67,10 +67,10 @@ class World:
         self._lives = 0
 
     def restart(self) -> None:
-        """Give up all process groups and start anew.
+        """Destroy all process groups and make new ones.
 
-        Each life has its own keys in the store: new groups would otherwise find the addresses of
-        earlier groups of the same ranks there.
+        Each generation of groups has its own keys in the store. Otherwise new groups would find the
+        addresses of earlier groups of the same ranks in the store.
         """
         if dist.is_initialized():
             dist.barrier()
@@ -81,22 +81,22 @@ class World:
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=patience
         )
-        # one that has connected may end while another still connects, to which it is then lost
+        # a rank that has connected may end while another still connects, which then loses it
         store.set(f"connected {self.rank}", "")
         store.wait([f"connected {rank}" for rank in range(self.size)], patience)
 
     def mesh(self, grid: Grid, device: str = "cpu") -> ParallelMesh:
-        """A mesh over all ranks, in fresh process groups; several ranks may share a GPU."""
+        """Make a mesh over all ranks, in new process groups; several ranks may share a GPU."""
         self.restart()
         return ParallelMesh(grid, device=torch.device(device), timeout_s=self._timeout_s)
 
 
 def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Run `function(World, *args)` on `ranks` processes of this machine; returns their results in
-    rank order.
+    """Run `function(World, *args)` on `ranks` processes of this machine. Return the results in rank
+    order.
 
-    Each process computes with one thread. `args` are copies in each; results are pickled. Ctrl-C
-    ends all processes.
+    Each process computes with one thread, and has its own copies of `args`. Results are pickled.
+    Ctrl-C ends all processes.
 
     Raises:
         RankError: a rank raised an exception or died; the text has its traceback. The others are
@@ -106,15 +106,13 @@ def spawn(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     if ranks < 1:
         raise LaunchError(f"spawn: ranks={ranks}: expected at least 1")
     if dist.is_initialized():
-        raise LaunchError(
-            "spawn: this process is in a process group: expected a call from outside of any"
-        )
+        raise LaunchError("spawn: this process is in a process group: call spawn outside of any")
     context = _context(function)
     return run_ranks(context, ranks, function, args, group_timeout_s=GROUP_TIMEOUT_S)
 
 
 def _context(function: Callable[..., Any]) -> BaseContext:
-    """How processes are started for a function."""
+    """Choose fork or spawn as the way to start processes for `function`."""
     if sys.platform == "linux" and not torch.cuda.is_initialized():
         return multiprocessing.get_context("fork")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -132,8 +130,9 @@ def _context(function: Callable[..., Any]) -> BaseContext:
     if not importable:
         why = "CUDA is in use" if sys.platform == "linux" else f"{sys.platform} has no safe fork"
         raise LaunchError(
-            f"spawn: processes start anew, as {why}, and cannot import {name}: write it into a "
-            "file beside the notebook (%%writefile my_ranks.py) and import it from there"
+            f"spawn: {why}, so new processes must import {name}, and they cannot: write it "
+            "into a file next to the notebook (%%writefile my_ranks.py) and import it from "
+            "that file"
         )
     return multiprocessing.get_context("spawn")
 
@@ -147,7 +146,9 @@ def run_ranks(
     group_timeout_s: float,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Do as :func:`spawn` does, in processes of `context`, within `timeout_s` seconds if given."""
+    """Run `function(World, *args)` on `ranks` processes of the multiprocessing `context`, and
+    return the results in rank order. `group_timeout_s`: time limit of a collective; `timeout_s`: of
+    everything, None for no limit. Raises :class:`RankError` and :class:`LaunchError`."""
     if (problem := loopback_problem()) is not None:
         raise LaunchError(problem)
     pipes: list[Any] = []
@@ -163,17 +164,17 @@ def run_ranks(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        # after the forks: a lock that the store's thread holds would never be free in a copy
+        # made after the forks, which would copy locks that the store's thread holds
         store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
         for pipe in pipes:
-            with contextlib.suppress(OSError):  # a rank that is gone is told of below
+            with contextlib.suppress(OSError):  # _collect reports a rank that has died
                 pipe.send(store.port)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         results = _collect(pipes, deadline)
         ended = True
         for pipe in pipes:
             with contextlib.suppress(OSError):
-                pipe.send(None)  # all have returned
+                pipe.send(None)  # tells the rank that all ranks have returned
         return results
     finally:
         for process in processes:
@@ -181,7 +182,7 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
-        # or an error would keep it, and a later fork that collects it wait for its thread for ever
+        # a traceback would keep the store; a later fork that frees it would wait for its thread
         del store
 
 
@@ -202,9 +203,9 @@ def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:
             try:
                 ok, value = pickle.loads(
                     pipe.recv_bytes()
-                )  # tensors by value: the rank may be gone
+                )  # tensors are sent by value: the rank may be gone before they are read here
             except EOFError:
-                ok, value = False, "died without a word"
+                ok, value = False, "died without an error message"
             (results if ok else failures)[rank] = value
         if failures:
             soon = time.monotonic() + PEERS_S
@@ -215,10 +216,10 @@ def _collect(pipes: list[Any], deadline: float | None) -> list[Any]:
 
 
 def _ready(pipes: list[Any], seconds: float | None) -> list[Any]:
-    """The pipes that have something, or nothing after so many seconds.
+    """Return the pipes that have something to read; none if nothing comes within `seconds`.
 
-    It waits a second at a time: a signal that comes just before a wait begins does not end it, so
-    Ctrl-C would be without effect.
+    The wait is split into waits of a second. A signal just before a wait begins does not interrupt
+    that wait, so in one long wait Ctrl-C could have no effect for long.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
     while True:
@@ -241,13 +242,13 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         if not pipe.poll(STORE_S):
-            raise TimeoutError("the caller has started no store")
+            raise TimeoutError("the caller has not started a store")
         store = TCPStore(ADDRESS, pipe.recv(), is_master=False)
         here = World(rank, ranks, store, group_timeout_s)
         here.restart()
         pipe.send_bytes(pickle.dumps((True, function(here, *args))))
         while not pipe.poll(1.0) and os.getppid() == parent:
-            pass  # what this rank has sent may still be on its way, and ends with its connections
+            pass  # keep connections: messages to peers may be in flight
         dist.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

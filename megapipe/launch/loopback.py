@@ -1,4 +1,4 @@
-"""Whether processes of this host can reach each other at its loopback address."""
+"""Checks whether processes of this host can reach each other at its loopback address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 ADDRESS = "127.0.0.1"
 CONNECT_S = 5.0
-"""How long a connection over loopback may take."""
+"""Longest time to connect over loopback, seconds."""
 _BROKEN = (
     errno.EADDRNOTAVAIL,
     errno.EHOSTUNREACH,
@@ -18,7 +18,7 @@ _BROKEN = (
 
 
 def loopback_problem() -> str | None:
-    """Say what is wrong if the loopback interface does not work; None if it does."""
+    """Return a description of what is wrong with the loopback interface; None if it works."""
     try:
         with socket.create_server((ADDRESS, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECT_S).close()
@@ -26,6 +26,6 @@ def loopback_problem() -> str | None:
         if error.errno in _BROKEN or isinstance(error, TimeoutError):
             return (
                 f"the loopback interface does not work (connecting to {ADDRESS}: "
-                f"{error.strerror or error}): expected it up, as 'ip link set lo up' has it"
+                f"{error.strerror or error}): enable it with 'ip link set lo up'"
             )
     return None

@@ -1,8 +1,8 @@
-"""A folder in the memory of a node, for what is to outlive the ranks of a start.
+"""A folder in the memory of a node, for data that must outlive the ranks of one start.
 
-A launcher that starts a job again makes it on a file system that lives in memory, names it to its
-ranks in the environment, and removes it when the job ends. What a launcher has left that was killed
-is removed by the next one on the machine.
+A launcher that may restart its job makes the folder on an in-memory file system, passes the path to
+its ranks in an environment variable, and removes the folder when the job ends. The next launcher on
+the machine removes the folders of killed launchers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ENVIRONMENT = "MEGAPIPE_MEMORY"
 ROOT = Path("/dev/shm")
 PREFIX = "megapipe-memory-"
 OWNER = "owner"
-"""File in the folder: the process that has made it."""
+"""Name of a file in the folder. The file identifies the process that has made the folder."""
 
 
 class MemoryFolder:
-    """The folder of a launcher, from the beginning of the block to its end, if it is `wanted` and
-    `root` is there to be written to."""
+    """A launcher's folder in memory. It exists inside the ``with`` block, if `wanted` is true and
+    it can be made in `root`."""
 
     def __init__(self, wanted: bool, root: Path = ROOT) -> None:
         self.path: Path | None = None
@@ -36,7 +36,7 @@ class MemoryFolder:
         self._root = root
 
     def __enter__(self) -> MemoryFolder:
-        from_environment(os.environ)  # that of a job in which this one is started is not for it
+        from_environment(os.environ)  # drop the variable of an outer job
         if self._wanted:
             clear_leftovers(self._root)
             with contextlib.suppress(OSError):
@@ -50,25 +50,25 @@ class MemoryFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder with all its contents."""
         if self.path is not None:
             _remove(self.path)
 
     def leave(self, code: int) -> None:
-        """Remove it and end this process at once."""
+        """Remove the folder and end this process at once."""
         self.remove()
         os._exit(code)
 
 
 def from_environment(environ: MutableMapping[str, str]) -> Path | None:
-    """The folder that a launcher has made, if one has; jobs that this process starts are not
-    told."""
+    """Return the folder that a launcher has made, if any, and remove the environment variable, so
+    that jobs that this process starts do not use the folder."""
     name = environ.pop(ENVIRONMENT, None)
     return Path(name) if name else None
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove this user's folders whose launchers have ended on this machine."""
+    """Remove this user's folders whose launchers are no longer running on this machine."""
     for path in _own(root):
         owner = heartbeat.read(path / OWNER)
         if owner is not None and owner.ended:
@@ -76,7 +76,8 @@ def clear_leftovers(root: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, its owner last: what a killed process leaves of it is known to be left."""
+    """Remove a folder. Its owner file is removed last: if this process is killed meanwhile, the
+    rest can still be recognized as a leftover."""
     with contextlib.suppress(OSError):
         for each in path.iterdir():
             if each.name != OWNER:
@@ -85,7 +86,7 @@ def _remove(path: Path) -> None:
 
 
 def _own(root: Path) -> Iterator[Path]:
-    """Folders of this user's; those of others may lead anywhere."""
+    """Yield this user's folders of this kind. Folders of other users might contain any link."""
     for path in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()

@@ -1,4 +1,4 @@
-"""Open files that a process may have: each connection to a peer is one, and each file of data."""
+"""Raises a process's limit of open files. Each connection to a peer and each data file counts."""
 
 import contextlib
 import errno
@@ -7,16 +7,16 @@ import resource
 from megapipe.errors import LaunchError
 
 LEAST, USUAL = 64, 512
-"""Files besides connections (libraries, data, devices, pipes): what a run cannot do without, and
-what leaves room."""
+"""Numbers of open files besides connections (libraries, data, devices, pipes): the least that a run
+needs, and a comfortable number."""
 MOST = 10_240
-"""Files that macOS lets a process have where it calls the hard limit unlimited."""
+"""Limit of open files per process on macOS, which may report the hard limit as unlimited."""
 
 
 def allow_connections(peers: int) -> None:
-    """Raise this process' limit of open files so that `peers` others can connect to it.
+    """Raise this process's limit of open files so that `peers` processes can connect to it.
 
-    Raises :class:`LaunchError` where the hard limit is too low for that.
+    Raises :class:`LaunchError` if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -31,8 +31,9 @@ def allow_connections(peers: int) -> None:
 
 
 def leave_room(handle: int) -> None:
-    """Raise this process' limit of open files as far as it goes if the number of a file that it has
-    just opened tells that there are many: connections and checkpoints need theirs too."""
+    """Raise this process's limit of open files as far as possible if many files are open already:
+    connections and checkpoints need files too. `handle`: a descriptor that was just opened; its
+    number shows how many files are open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = MOST if hard == unlimited else hard
@@ -42,7 +43,7 @@ def leave_room(handle: int) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Why a file cannot be opened, in words; with the limit where that is what was reached."""
+    """Return the reason why a file cannot be opened; with the limit, if it was reached."""
     if error.errno != errno.EMFILE:
         return str(error.strerror)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,5 +51,5 @@ def reason(error: OSError) -> str:
 
 
 def _set(soft: int, hard: int) -> None:
-    with contextlib.suppress(ValueError, OSError):  # a system with another limit of its own
+    with contextlib.suppress(ValueError, OSError):  # the system may have a lower limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,8 +1,8 @@
-"""How far a run has come, told to the launcher that has started it, and what that asks of it.
+"""A run's progress, recorded for its launcher, and the launcher's requests to the run.
 
-A launcher that starts a job again has to know whether the program is a run that can go on, and
-whether it comes further each time. It names a file in the environment, in which there are two
-records: the first rank of the node writes one, and the launcher the other.
+A launcher that restarts a job has to know whether the program is a run that can continue, and
+whether each start makes progress. The launcher names a file in an environment variable. The file
+has two records: the first rank of the node writes one, and the launcher writes the other.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ _REQUEST_FORM = struct.Struct("=qq")
 
 
 class Progress(NamedTuple):
-    """Of a run. Numbers of steps; -1 where there is none."""
+    """A run's progress, for its launcher. `first` and `step` are -1 until they are known."""
 
     first: int = -1
-    """Steps of the checkpoint that this start has chosen, 0 without one."""
+    """Number of steps in the checkpoint with which this start begins; 0 without a checkpoint."""
     step: int = -1
-    """Steps that are done, once the start trains."""
+    """Number of steps that the run has done, over all starts; known once this start trains."""
     ends: int = 0
-    """1: it has stopped before its last step because a callback wished so."""
+    """1 if the run has stopped before its last step because a callback requested it, else 0."""
 
 
 class Request(NamedTuple):
-    """Of a launcher."""
+    """A launcher's request to the run."""
 
     before: int = -1
-    """From the second start on: to begin with a checkpoint of fewer steps, if there is one; 0: with
-    the newest."""
+    """Bound for the checkpoint to resume from. n > 0: the newest of fewer than n steps, if there is
+    one; 0: the newest of all; -1: no request, as in the first start."""
     regroup: int = 0
-    """1: to save and stop, so that nodes that have come can take part."""
+    """1 if the run shall save and stop so that new nodes can take part, else 0."""
 
 
 def read(path: Path) -> Progress:
-    """The record that the run wrote last; an empty one if there is none."""
+    """Read the run's last record; return an empty record if the run has not written any."""
     content = _read(path, 0, _FORM.size)
     return Progress(*_FORM.unpack(content)) if len(content) == _FORM.size else Progress()
 
 
 def write(path: Path, progress: Progress) -> None:
-    """Write the run's record over the one before, in one call."""
+    """Write the run's record over its previous one, in one system call."""
     _write(path, 0, _FORM.pack(*progress))
 
 
 def read_request(path: Path) -> Request:
-    """The wishes of the launcher; none if it has none."""
+    """Read the launcher's request; return an empty request if the launcher has not written any."""
     content = _read(path, _FORM.size, _REQUEST_FORM.size)
     whole = len(content) == _REQUEST_FORM.size
     return Request(*_REQUEST_FORM.unpack(content)) if whole else Request()
 
 
 def write_request(path: Path, request: Request) -> None:
-    """Ask the run for it."""
+    """Write the launcher's request."""
     _write(path, _FORM.size, _REQUEST_FORM.pack(*request))
 
 
@@ -82,13 +82,13 @@ def _write(path: Path, offset: int, content: bytes) -> None:
 
 
 def from_environment(environ: MutableMapping[str, str]) -> Path | None:
-    """Where a launcher waits for the record, if one does; jobs that this process starts are not
-    told."""
+    """Return the file that a launcher has named, if any, and remove the environment variable, so
+    that jobs that this process starts do not use the file."""
     name = environ.pop(ENVIRONMENT, None)
     return Path(name) if name else None
 
 
-def is_again(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started the job before."""
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher has restarted the job, so that this is not its first start."""
     name = environ.get(ENVIRONMENT)
     return name is not None and read_request(Path(name)).before >= 0

@@ -1,6 +1,6 @@
-"""How a process meets its peers: in a key-value store.
+"""Lets the processes of a job meet in a key-value store, the rendezvous store.
 
-Before any process group exists they compare their configuration and code there.
+Before any process group exists, the processes compare configuration and code in the store.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megapipe.errors import ConfigError, DataError, LaunchError
-from megapipe.launch.listening import (
+from megapipe.launch.launch_info import LaunchInfo, spare_threads
+from megapipe.launch.listen_address import (
     STORE,
-    Tell,
+    Report,
     is_here,
     is_loopback,
     listen,
@@ -29,31 +30,32 @@ from megapipe.launch.listening import (
     own_address,
 )
 from megapipe.launch.loopback import loopback_problem
-from megapipe.launch.place import LaunchInfo, spare_threads
 from megapipe.launch.stores import open_tcp_store
+from megapipe.text import ranges
 from megapipe.util import heartbeat
-from megapipe.util.answers import NoAnswer
 from megapipe.util.lived import await_keys
 from megapipe.util.processes import machine
-from megapipe.words import ranges
+from megapipe.util.timeouts import NoAnswer
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 VALUES = "values"
 _LOOPBACK = re.compile(r"remote=\[(127\.[0-9.]+|::1)\]")
-"""The address of a peer in an error of gloo."""
+"""Pattern that finds a peer's loopback address in an error message of gloo."""
 LEAST_S = 0.05
-"""The shortest time that an attempt to connect gets."""
+"""Minimum time limit of an attempt to connect, in seconds."""
 
 
 class RendezvousError(LaunchError):
-    """The processes cannot meet in the store."""
+    """Error: the processes cannot meet in the rendezvous store."""
 
 
-def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.print_notice) -> Store:
-    """Meet at the rendezvous store; `tell` is given lines for the user. Raises
-    :class:`RendezvousError` naming host and port."""
+def open_store(
+    info: LaunchInfo, timeout_s: float, report: Report = heartbeat.print_notice
+) -> Store:
+    """Open the rendezvous store. `report`: function that prints a line for the user. Raises
+    :class:`RendezvousError`, whose text names host and port."""
     import torch  # noqa: F401, before a part of it: another thread may be loading it
     from torch.distributed import HashStore, PrefixStore
 
@@ -64,7 +66,7 @@ def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.print_
     if is_loopback(local_address(info.address)) and (problem := loopback_problem()) is not None:
         raise RendezvousError(problem)
     try:
-        store = _tcp_store(info, timeout_s, tell)
+        store = _tcp_store(info, timeout_s, report)
     except (RuntimeError, OSError) as error:
         busy = "EADDRINUSE" in str(error) or getattr(error, "errno", 0) == errno.EADDRINUSE
         reason = "the port is in use; set MASTER_PORT to a free one" if busy else str(error)
@@ -75,69 +77,77 @@ def open_store(info: LaunchInfo, timeout_s: float, tell: Tell = heartbeat.print_
 
 
 def join_group(info: LaunchInfo) -> LaunchInfo:
-    """Return the place of a process that is in a default process group, which a job is to use.
+    """Return `info` for a job that uses the default process group that this process already has.
 
-    Raises :class:`RendezvousError` unless the launcher's variables, as `info` has them, tell of
-    that group.
+    Raises :class:`RendezvousError` unless the launcher's variables in `info` describe that group.
     """
     import torch.distributed as dist
 
-    told = info.launched and (info.rank, info.world) == (dist.get_rank(), dist.get_world_size())
-    if not told or (info.local_world < info.world and is_loopback(local_address(info.address))):
+    is_described = info.launched and (info.rank, info.world) == (
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    if not is_described or (
+        info.local_world < info.world and is_loopback(local_address(info.address))
+    ):
         raise RendezvousError(
-            "this process is in a process group already, of which RANK, WORLD_SIZE, LOCAL_RANK, "
-            "LOCAL_WORLD_SIZE and MASTER_ADDR do not tell: expected these variables, as torchrun "
-            "and Ray set them, or a call from outside of any group, and not within megapipe.spawn"
+            "this process is already in a process group, and RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE and MASTER_ADDR do not describe it: set these variables, as "
+            "torchrun and Ray do, or call outside of any group and of megapipe.spawn"
         )
     return replace(info, hosted=True, joined=True)
 
 
 def _store_of_group(info: LaunchInfo) -> Store:
-    """The job's part of the store of the default process group; raises :class:`RendezvousError` for
-    a second job, which would find what the first one has left there."""
+    """Return the job's part of the store of the default process group. Raises
+    :class:`RendezvousError` for a second job in the group, which would find the first job's keys.
+    """
     from torch.distributed import PrefixStore, distributed_c10d
 
     store = PrefixStore("megapipe", distributed_c10d._get_default_store())
     if store.add(f"joined by {info.rank}", 1) > 1:
         raise RendezvousError(
-            "this process group has had a run of megapipe's: expected a group for each run"
+            "this process group has already had a megapipe run: make a new group for each run"
         )
     return store
 
 
 def of_ranks(store: Store, attempt: str = "0") -> Store:
-    """The part of a launcher's store that the ranks of an attempt have."""
+    """Return the part of a launcher's store that the ranks of one start of the job use. `attempt`:
+    number of the start."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(f"megapipe/{attempt}", store)
 
 
-def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
-    """Open the store at address:port, hosted here or elsewhere."""
+def _tcp_store(info: LaunchInfo, timeout_s: float, report: Report) -> Store:
+    """Open the store at the address in `info`. Rank 0 hosts it unless the launcher does."""
     listening = None
     if info.hosts:
-        _until_there(lambda _: socket.getaddrinfo(info.address, info.port), info, timeout_s, tell)
+        _retry_until_reachable(
+            lambda _: socket.getaddrinfo(info.address, info.port), info, timeout_s, report
+        )
         if info.is_listed and not is_here(info.address):
             raise RendezvousError(
-                f"rank 0 is on {socket.gethostname()}, and not on {info.address}, the first host "
-                "of SLURM's list: expected MASTER_ADDR to be set to the host of rank 0"
+                f"rank 0 is on {socket.gethostname()}, not on {info.address}, the first host "
+                "of SLURM's list: set MASTER_ADDR to the host of rank 0"
             )
         if info.kubernetes:
-            tell(
-                f"MASTER_ADDR={info.address} in a pod: {STORE} listens on all interfaces, as other "
-                "pods may look for it through a service"
+            report(
+                f"MASTER_ADDR={info.address} in a pod: {STORE} listens on all interfaces, "
+                "because other pods may reach it through a service"
             )
         else:
-            listening = listen(info.address, info.port, STORE, tell)
+            listening = listen(info.address, info.port, STORE, report)
     else:
 
         def connect(left: float) -> None:
-            place = (local_address(info.address), info.port)
-            socket.create_connection(place, timeout=left).close()
+            address = (local_address(info.address), info.port)
+            socket.create_connection(address, timeout=left).close()
 
-        hint = "" if info.hosted else "; look whether rank 0 was started, and how it ended"
+        hint = "" if info.hosted else "; look at the output of rank 0"
         hint += _hint(info)
-        _until_there(connect, info, timeout_s, tell, hint)
+        _retry_until_reachable(connect, info, timeout_s, report, hint)
     try:
         return open_tcp_store(
             local_address(info.address),
@@ -151,17 +161,18 @@ def _tcp_store(info: LaunchInfo, timeout_s: float, tell: Tell) -> Store:
         raise NoAnswer(f"{error}; set MASTER_PORT to another") from None
 
 
-def _until_there(
+def _retry_until_reachable(
     look: Callable[[float], object],
     info: LaunchInfo,
     timeout_s: float,
-    tell: Tell,
+    report: Report,
     hint: str = "",
 ) -> None:
-    """Call `look` with the seconds that are left until it raises no OSError: a host may get its
-    name, and a port its listener, while others wait for it. The first process of a node tells of an
-    unknown name at once. Raises TimeoutError, with a `hint` where nobody listens."""
-    began, told = time.monotonic(), info.local_rank > 0
+    """Call `look` with the remaining seconds until it raises no OSError. Calls are repeated because
+    a host's name can appear late in the name service, and a listener on the port can start late.
+    The first process of a node prints a line at once if the name is unknown. Raises TimeoutError,
+    with `hint` if nobody listens."""
+    began, reported = time.monotonic(), info.local_rank > 0
     while True:
         try:
             look(max(timeout_s - (time.monotonic() - began), LEAST_S))
@@ -173,11 +184,12 @@ def _until_there(
                 raise TimeoutError(
                     f"{error.strerror or error} for {timeout_s:.0f} s (parallel.timeout_s){hint}"
                 ) from None
-            if is_unknown and not told:
-                told = True
-                tell(
-                    f"this host knows no {info.address}, the host of rank 0 (MASTER_ADDR); looking "
-                    f"for {timeout_s:g} s (parallel.timeout_s), as names may come late"
+            if is_unknown and not reported:
+                reported = True
+                report(
+                    f"this host cannot resolve {info.address}, the host of rank 0 "
+                    f"(MASTER_ADDR); trying for {timeout_s:g} s (parallel.timeout_s), as a "
+                    "name may appear late"
                 )
             time.sleep(0.2)
         else:
@@ -185,10 +197,10 @@ def _until_there(
 
 
 def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInfo:
-    """Return `info` with what it has guessed so far: this rank's place among those of its host,
-    which all tell each other. All ranks call it, unless none has guessed.
+    """Replace the guesses in `info`: this rank's index on its host, and the number of ranks there.
+    Collective, through the store; nothing happens if `info` has no guesses.
 
-    Raises :class:`LaunchError` where some do not come within `timeout_s`.
+    Raises :class:`LaunchError` if some ranks do not come within `timeout_s`.
     """
     from torch.distributed import DistStoreError
 
@@ -207,15 +219,16 @@ def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInf
     here = [rank for rank, host in enumerate(hosts) if host == hosts[info.rank]]
     found: dict[str, Any] = {"local_rank": here.index(info.rank), "local_world": len(here)}
     placed = replace(info, **{name: found[name] for name in info.guessed}, guessed=())
-    if info.kubernetes and placed.local_world < placed.world:  # others find nothing at localhost
-        with contextlib.suppress(OSError):  # no way there: others may still come
+    if info.kubernetes and placed.local_world < placed.world:  # other hosts do not know the address
+        with contextlib.suppress(OSError):  # no route: other hosts may still find the address
             placed = replace(placed, address=own_address(info.kubernetes, info.port))
     _spare_threads(placed.local_world)
     return placed
 
 
 def _spare_threads(local_world: int) -> None:
-    """Call :func:`megapipe.launch.place.spare_threads` once torch is loaded."""
+    """Let this process compute in one thread if several processes share the host. In contrast to
+    :func:`spare_threads`, torch may be imported already."""
     import torch
 
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -226,9 +239,9 @@ def _spare_threads(local_world: int) -> None:
 def compare_ranks(
     store: Store, info: LaunchInfo, values: Mapping[str, object], timeout_s: float
 ) -> None:
-    """Check that every rank has the same flat `values` (configuration, code, versions).
+    """Check that `values` (configuration, code, versions; not nested) are the same on every rank.
 
-    Raises :class:`LaunchError` on every rank, naming the fields, their values and the ranks.
+    Raises :class:`LaunchError` on every rank; its text names fields, their values and the ranks.
     """
     from torch.distributed import DistStoreError
 
@@ -257,30 +270,30 @@ def compare_ranks(
         raise LaunchError(_describe([json.loads(store.get(f"difference {n}")) for n in numbers]))
 
 
-def _not_all(store: Store, info: LaunchInfo, timeout_s: float, *marks: str) -> LaunchError:
-    """The error where some ranks have not left the first of these marks, or one that follows."""
+def _not_all(store: Store, info: LaunchInfo, timeout_s: float, *prefixes: str) -> LaunchError:
+    """Make the error that names the late ranks. Each rank sets one key per prefix, in the order
+    of `prefixes`. The first prefix that some ranks lack decides: these ranks are late."""
 
-    def without(mark: str) -> list[int]:
-        return [rank for rank in range(info.world) if not store.check([f"{mark} {rank}"])]
+    def without(prefix: str) -> list[int]:
+        return [rank for rank in range(info.world) if not store.check([f"{prefix} {rank}"])]
 
-    absent = next(filter(None, map(without, marks)), [])
+    absent = next(filter(None, map(without, prefixes)), [])
     return LaunchError(
         f"{info.world - len(absent)} of {info.world} ranks arrived within {timeout_s:.0f} s "
         f"(parallel.timeout_s), and not rank{'s' * (len(absent) > 1)} {ranges(absent)}: look "
-        "whether they were started, and how they ended"
-        f"{_hint(info)}"
+        f"at their output{_hint(info)}"
     )
 
 
 def _hint(info: LaunchInfo) -> str:
-    """Name the address where other hosts do not find the one of rank 0; a master's pod has such a
-    one as a matter of course."""
+    """Return a hint for the error if other hosts cannot reach rank 0's address. In Kubernetes there
+    is no hint, because a master's pod always has such an address."""
     elsewhere = info.local_world < info.world and not info.kubernetes
     return loopback_hint(info.address) if elsewhere else ""
 
 
 def _describe(differences: list[tuple[str, object, object, int]]) -> str:
-    """One line for all differences: field, rank 0's value, the others' values and ranks."""
+    """Describe all differences in one line: field, rank 0's value, other values and their ranks."""
     fields: dict[str, tuple[object, dict[str, list[int]]]] = {}
     for key, expected, found, rank in differences:
         fields.setdefault(key, (expected, {}))[1].setdefault(repr(found), []).append(rank)
@@ -298,10 +311,11 @@ T = TypeVar("T")
 
 
 def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], timeout_s: float) -> T:
-    """Call `act` in one process of each host, then in the others, which find what it has fetched.
+    """Call `act` in one process of each host first, then in the host's other processes: the first
+    call fetches files that the others find.
 
-    Returns its result. A DataError of the first process is raised in all of the host;
-    :class:`LaunchError` where that process takes longer than `timeout_s`.
+    Return the result of `act`. A DataError in the first process is raised in all processes of the
+    host. Raises :class:`LaunchError` if the first process takes longer than `timeout_s`.
     """
     key = f"{name} on {socket.gethostname()}"
     first = int(store.compare_set(key, "", str(rank)))
@@ -322,10 +336,10 @@ def first_on_host(store: Store, rank: int, name: str, act: Callable[[], T], time
 
 
 def of_rank_0(store: Store, rank: int, timeout_s: float, name: str, make: Callable[[], str]) -> str:
-    """Return on all ranks the text that `make` returns on rank 0.
+    """Return rank 0's result of `make`, a text, on all ranks. `name`: the text's name in errors.
 
-    A ConfigError of it is raised on all; :class:`LaunchError` where it takes longer than
-    `timeout_s`.
+    A ConfigError in `make` is raised on all ranks. Raises :class:`LaunchError` if `make` takes
+    longer than `timeout_s`.
     """
     key = f"{name} of rank 0"
     if rank == 0:
@@ -343,41 +357,42 @@ def of_rank_0(store: Store, rank: int, timeout_s: float, name: str, make: Callab
 
 
 def _of_other(store: Store, key: str, who: str, timeout_s: float) -> str:
-    """Wait for the text that another rank puts under `key`. Raises :class:`LaunchError`, which
-    begins with `who`, where that takes longer than `timeout_s`."""
+    """Wait for the text that another rank writes to the store under `key`. Raises
+    :class:`LaunchError`, whose text begins with `who`, if the rank takes longer than `timeout_s`.
+    """
     from torch.distributed import DistStoreError
 
     try:
         await_keys(store, [key], timeout_s)
     except DistStoreError:
         raise LaunchError(
-            f"{who} took more than {timeout_s:.0f} s for it (parallel.timeout_s)"
+            f"{who} did not finish it within parallel.timeout_s={timeout_s:.0f}"
         ) from None
     return store.get(key).decode()
 
 
 @contextlib.contextmanager
 def connecting(info: LaunchInfo) -> Iterator[None]:
-    """A block in which processes connect: an error of gloo gets a note where hosts look for each
-    other at a loopback address, as Debian gives one to each host's own name."""
+    """Add a hint to a gloo error in the context if hosts look for each other at a loopback address.
+    Debian gives each host's own name such an address."""
     try:
         yield
     except RuntimeError as error:
         found = _LOOPBACK.search(str(error))
         if found is not None and info.local_world < info.world:
             error.add_note(
-                f"a host's own name is {found.group(1)} on it, where no other host gets: set "
-                "GLOO_SOCKET_IFNAME on all hosts to the interface of their network"
+                f"a host resolves its own name to {found.group(1)}, which other hosts cannot "
+                "reach: set GLOO_SOCKET_IFNAME on all hosts to the interface of their network"
             )
         raise
 
 
 def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s: float) -> None:
-    """Make the default process group, unless the caller has; raises :class:`LaunchError` where that
-    is none for this job.
+    """Make the default process group, unless the caller has made it. Raises :class:`LaunchError` if
+    the caller's group does not fit this job.
 
-    It is not bound to a device: torch would then make every further NCCL group by splitting this
-    one, which all ranks of the world have to enter.
+    The group is not bound to a device. If it were, torch would make each further NCCL group by
+    splitting this one, and all ranks would have to take part in the split.
     """
     import torch.distributed as dist
 
@@ -393,31 +408,31 @@ def start_process_group(store: Store, info: LaunchInfo, backend: str, timeout_s:
                 world_size=info.world,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
-    except RuntimeError:  # gloo's, where the address of this host is that of loopback
+    except RuntimeError:  # from gloo, if this host's address is loopback
         if (problem := loopback_problem()) is not None:
             raise LaunchError(problem) from None
         raise
 
 
 def _check_group(backend: str) -> None:
-    """Refuse a default process group of another backend, or one that is bound to a device."""
+    """Raise LaunchError if the default group has another backend, or is bound to a device."""
     import torch.distributed as dist
 
     found, world = dist.get_backend(), dist.group.WORLD
     if found != backend:
         raise LaunchError(
-            f"the process group that is there is one of {found}, and this run needs {backend}: "
-            f"expected one that is made with backend={backend}"
+            f"the existing process group has backend {found}, but this run needs {backend}: "
+            f"make it with backend={backend}"
         )
     if world is not None and world.bound_device_id is not None:
         raise LaunchError(
-            f"the process group that is there is bound to {world.bound_device_id}, so that all "
-            "ranks have to enter each further group: expected one that is made without device_id"
+            f"the existing process group is bound to {world.bound_device_id}, so that all "
+            "ranks must join each new group: make it without device_id"
         )
 
 
 def end_process_group(info: LaunchInfo) -> None:
-    """Let go of all process groups, unless the caller has made the default one."""
+    """Destroy all process groups, unless the caller of the job has made the default group."""
     import torch.distributed as dist
 
     if not info.joined:

@@ -1,18 +1,18 @@
-"""How a job ends when something is wrong: one line, one exit code, and no process left waiting.
+"""Ends a job after an error: one printed error, one exit code, and no process left waiting.
 
-The first process to fail claims the failure in the rendezvous store and speaks for the job; the
-others leave with its exit code. A thread of every process waits for that claim, because a peer
-may wait for the failed one inside a collective that notices nothing. A process that is killed from
-outside claims nothing: then the first peer to notice claims the failure and speaks. If the store
-died too, nobody can claim it; the first process of each node speaks, and rank 1 where rank 0 had
-the store.
+The first process to fail claims the failure in the rendezvous store and prints the error. The
+others leave with the same exit code. A thread of every process waits for the claim, because the
+main thread may wait for the failed peer in a collective that never returns. A process that is
+killed from outside cannot claim. Then the first peer to notice claims the failure and prints an
+error. If the store is lost too, nobody can claim. Then the first process of each node prints an
+error, and also rank 1 if rank 0 hosted the store.
 
 The process that hosts the store leaves last.
 
-A store whose host is stopped or cannot be reached answers nobody, and torch's client then waits for
-ever, whatever time-out it is given. So nothing here asks the store without a deadline by which the
-process ends by itself (:mod:`megapipe.launch.deadline`), and the thread that waits for failures
-finds out within ``parallel.timeout_s``.
+A store whose host is suspended or cannot be reached does not answer, and torch's client then waits
+for ever, whatever its time-out. So every request to the store has a deadline at which the process
+ends (:mod:`megapipe.launch.deadline`), and the thread that waits for failures notices within
+``parallel.timeout_s`` that the store does not answer.
 """
 
 from __future__ import annotations
@@ -32,45 +32,49 @@ from typing import TYPE_CHECKING, NoReturn
 from megapipe.command_line import print_error, show_trace
 from megapipe.errors import Interrupted, LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import call_unless_done, is_set_within
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.error_owner import is_error_owner, may_print_alone
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
-from megapipe.launch.speaking import is_error_owner, may_print_alone
 from megapipe.util.paths import temporary_folder_problem
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 GRACE_S = 3.0
-"""How long after a peer's failure a process may take to end by itself."""
+"""Seconds after a peer's failure that a process may take to end by itself."""
 LINGER_S = 4.0
-"""How long the host of the store waits for the others to leave: longer than their grace."""
+"""Seconds that the host of the store waits for other processes to leave; more than GRACE_S."""
 SIGN_S = 1.0
-"""Time between two signs of life that a process asks of the store."""
+"""Seconds between two requests that check whether the store is alive."""
 ANSWER_S = 2.0
-"""How long the store may take to answer at the end of a job."""
+"""Seconds that the store may take to answer at the end of a job."""
 HANG_ANSWER_S = 1.0
-"""The same where the job hangs: others have waited for long, and a link may be down."""
+"""Seconds that the store may take to answer when the job hangs. It is short, as the ranks have
+waited for ``parallel.timeout_s`` already."""
 HANG_LINGER_S = 2.0
-"""Of the host of the store where the job hangs: whoever can hear that, hears it at once."""
+"""Seconds that the host of the store waits for the others when the job hangs; short, because all
+processes learn of the hang at once."""
 INTERRUPT_S = 1.0
-"""How long a process that is interrupted may take to tell the others, and as the host of the store
-waits for them."""
+"""Seconds that an interrupted process may take to inform the other processes; if it hosts the
+store, it also waits that long for them to leave."""
 EARLY_S = 5.0
-"""The same before it has opened the store: torch may have to be loaded."""
+"""Seconds that an interrupted process may take to inform the other processes if it still has to
+open the store, and perhaps to load torch."""
 PATIENCE_S = 10.0
-"""How long processes wait for each other that have not met yet: torch takes its time to load."""
+"""Seconds that processes wait for each other before they have met: loading torch takes time."""
 NAMED_S = 2.5
-"""How long a monitor may take to name the rank with which this one has lost contact: less than
+"""Seconds that a monitor may take to name the rank with which contact is lost; less than
 :data:`GRACE_S`."""
 FAILED = "failed"
 
 
 class Shutdown:
-    """How this process leaves the job that meets in `store`.
+    """Ends this process in a job whose processes meet in `store`.
 
-    A thread watches for failures of others from the start, and asks the store for a sign of life
-    within `timeout_s`; if there is a failure and this process does not end by itself, the thread
-    calls `cleanup` (settable) and ends the process. With `trace` it shows where an error arose.
+    From the start, a thread watches for failures of other processes; the store has to answer its
+    requests within `timeout_s`. If another process fails and this one does not end by itself, the
+    thread calls the attribute `cleanup` and ends the process. With `trace` errors are printed with
+    their traceback.
     """
 
     def __init__(
@@ -87,27 +91,27 @@ class Shutdown:
         self.timeout_s = timeout_s
         self.linger_s = linger_s
         self.lingers = info.hosts
-        """Whether this process waits for the others before it leaves, as the store ends with it."""
+        """Whether this process leaves last, because the store is on its node."""
         self.answer_s: float | None = None
-        """How long the store may take to tell who speaks, if not as long as ever."""
+        """Seconds that the store may take to say which process prints the error; None: ANSWER_S."""
         self.cleanup: Callable[[], None] = lambda: None
         self.lost_contact: Callable[[], bool] = lambda: False
-        """Asks a monitor, if there is one, to name the rank with which contact is lost, by
-        :meth:`hangs`."""
+        """Function that asks a monitor, if one exists, to name the rank with which contact is lost.
+        Returns whether a monitor will name it; the monitor then calls :meth:`hangs`."""
         self._store = store
         self._leaving = threading.Event()
         self._ender = threading.RLock()
-        """Held, and never given back, by the thread that ends this process."""
-        self._said = False
+        """Lock of the thread that ends this process; the thread never releases it."""
+        self._printed = False
         self._known: int | None = None
         if info.world > 1:
             watcher = threading.Thread(target=self._watch, daemon=True)
             watcher.start()
-            # a thread that comes out of C++ while Python ends aborts the process
+            # a thread that returns from C++ while Python exits aborts the process
             atexit.register(watcher.join, 2 * SIGN_S)
 
     def _watch(self) -> None:
-        lost = LaunchError(f"rank {self.info.rank} lost {self._place()}")
+        lost = LaunchError(f"rank {self.info.rank} lost {self._store_name()}")
         store = self._await_failure()
         if is_set_within(self._leaving, GRACE_S):
             return
@@ -116,7 +120,7 @@ class Shutdown:
             if store is None:
                 self.report(lost)
             else:
-                self._store = store  # the other connection may be waiting for an answer
+                self._store = store  # on the old connection a request may be waiting
                 self.leave(self._code)
             self.cleanup()
         finally:
@@ -124,12 +128,12 @@ class Shutdown:
 
     @property
     def _code(self) -> int:
-        """The exit code for a failure of another process."""
+        """Exit code of this process after another process has failed."""
         return LaunchError.exit_code if self._known is None else self._known
 
     def _await_failure(self) -> Store | None:
-        """Wait until another process says that it has failed; returns a connection to the store,
-        or None if the store is gone or this process leaves."""
+        """Wait until another process has claimed a failure. Return a connection to the store, or
+        None if the store is lost or this process leaves."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
@@ -146,21 +150,24 @@ class Shutdown:
         return None
 
     def _mute(self) -> None:
-        """End without the store, which does not answer; a thread that ends this process already
-        has a deadline of its own."""
+        """End this process because the store does not answer. Do nothing if another thread is
+        already ending the process: that thread has its own deadline."""
         if not self._ender.acquire(blocking=False):
             return
         seconds = f"{self.timeout_s:g} s (by parallel.timeout_s)"
-        error = LaunchError(f"rank {self.info.rank} lost {self._place()}: no answer for {seconds}")
+        error = LaunchError(
+            f"rank {self.info.rank} lost {self._store_name()}: no answer for {seconds}"
+        )
         self._leaving.set()
-        self._say_alone(error)
+        self._print_alone(error)
         with call_unless_done(GRACE_S, lambda: os._exit(error.exit_code)):
             self.cleanup()
         os._exit(error.exit_code)
 
     def hangs(self, verdict: str) -> None:
-        """End because the job hangs, as a monitor has found (:mod:`megapipe.watch`), in a thread of
-        its own; another that ends this process already goes on with that."""
+        """End this process because a monitor has found that the job hangs (:mod:`megapipe.watch`);
+        `verdict` is the error's text. A separate thread calls this. Do nothing if another thread is
+        already ending the process."""
         if not self._ender.acquire(blocking=False):
             return
         error = LaunchError(verdict)
@@ -171,53 +178,55 @@ class Shutdown:
             self.cleanup()
         os._exit(code)
 
-    def _place(self) -> str:
+    def _store_name(self) -> str:
         whose = "" if self.info.hosted else " (rank 0's)"
         return f"the rendezvous store at {self.info.address}:{self.info.port}{whose}"
 
-    def _say_alone(self, error: MegapipeError) -> None:
-        """Say it if this process is one that speaks where the store cannot be asked."""
-        if not self._said and is_error_owner(self.info):
+    def _print_alone(self, error: MegapipeError) -> None:
+        """Print the error if this process is an error owner; used if the store does not answer."""
+        if not self._printed and is_error_owner(self.info):
             print_error(error, trace=self.trace)
-        self._said = True
+        self._printed = True
 
     def _deadline(self, error: MegapipeError) -> contextlib.AbstractContextManager[None]:
-        """A block that asks the store who speaks of `error`: if there is no answer the process ends
-        by it."""
+        """Return a context for asking the store which process prints `error`. If the store does not
+        answer, the process prints `error` and ends."""
 
         def end() -> None:
-            self._say_alone(type(error)(f"{error}; {self._place()} does not answer"))
+            self._print_alone(type(error)(f"{error}; {self._store_name()} does not answer"))
             os._exit(error.exit_code)
 
         return call_unless_done(self.answer_s or ANSWER_S, end)
 
-    def report(self, error: MegapipeError, *, said: bool = False) -> int:
-        """End on an error: print it, once per job, unless it is `said` already.
+    def report(self, error: MegapipeError, *, printed: bool = False) -> int:
+        """End this process's part in the job on an error, and print the error once per job.
+        `printed`: whether the error is printed already.
 
-        Returns the exit code.
+        Return the exit code.
         """
         self._ender.acquire()
         self._leaving.set()
-        self._said |= said
+        self._printed |= printed
         with self._deadline(error):
             first = self._claim(error.exit_code)
-        if first and not self._said:
+        if first and not self._printed:
             print_error(error, trace=self.trace)
         self.leave(error.exit_code)
         return error.exit_code
 
     def stop(self, error: MegapipeError) -> int:
-        """End on a request to stop, in a thread of its own, while the main thread may wait for
-        anything. Returns the exit code, by which the process is to end at once."""
+        """End this process's part in the job on a request to stop. A separate thread calls this,
+        while the main thread may wait for anything. Return the exit code, with which the caller
+        must end the process at once."""
         self._ender.acquire()
-        self.linger_s = PATIENCE_S  # others may be on their way to the store
+        self.linger_s = PATIENCE_S  # other processes may not have opened the store yet
         code = self._end_beside(error)
         self.cleanup()
         return code
 
     def interrupt(self, number: signal.Signals) -> None:
-        """Tell the others, if the store answers at once, that this process ends by a signal: in a
-        thread of its own, whatever other threads do."""
+        """Inform the other processes that a signal ends this process, if the store answers in time.
+        A separate thread calls this, whatever other threads do."""
         from torch.distributed import DistError
 
         error = interrupted(self.info, number.name, 128 + number)
@@ -231,8 +240,8 @@ class Shutdown:
                     store.wait(["all left"], datetime.timedelta(seconds=INTERRUPT_S))
 
     def _end_beside(self, error: MegapipeError) -> int:
-        """End beside a main thread that may be waiting for the store, unless a peer has failed by
-        itself; returns the exit code."""
+        """End this process's part in the job on `error`; the main thread may be waiting for the
+        store. If a peer has failed already, leave with its exit code. Return the exit code."""
         from torch.distributed import DistError
 
         with self._deadline(error):
@@ -246,21 +255,21 @@ class Shutdown:
         return code
 
     def report_unexpected(self, error: BaseException) -> int:
-        """End on an exception that is not ours: an interrupt, a peer's failure, a lost peer, or a
-        bug.
+        """End this process's part in the job on an exception that megapipe has not raised: an
+        interrupt, a lost peer or store, or a bug.
 
-        Only the first rank to fail shows the traceback of a bug. Returns the exit code.
+        Only the first rank to fail prints the traceback of a bug. Return the exit code.
         """
         from torch.distributed import DistNetworkError
 
         if isinstance(error, KeyboardInterrupt):
-            return Shutdown.report(self, interrupted(self.info), said=self.info.world == 1)
+            return Shutdown.report(self, interrupted(self.info), printed=self.info.world == 1)
         if self.info.world > 1 and is_communication(error):
             self._await_name()
             self._ender.acquire()
             reason = re.sub(r"^\[[^]]*\] ", "", str(error)).splitlines()[0]
             of_store = isinstance(error, DistNetworkError)
-            whom = self._place() if of_store else "contact with a peer"
+            whom = self._store_name() if of_store else "contact with a peer"
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
             lost = LaunchError(f"rank {self.info.rank} lost {whom}: {reason}{notes}")
             with self._deadline(lost):
@@ -279,14 +288,15 @@ class Shutdown:
         return 1
 
     def _await_name(self) -> None:
-        """Wait for a monitor to name the rank with which contact is lost, which ends this process,
-        as long as no peer says that it has failed by itself."""
+        """Wait until a monitor names the lost rank, which also ends this process. Stop waiting as
+        soon as a peer has claimed a failure."""
         until = time.monotonic() + NAMED_S * self.lost_contact()
         while self._known is None and time.monotonic() < until:
             time.sleep(0.05)
 
     def leave(self, code: int = 0) -> None:
-        """Tell the store that this process is done with it; one that lingers waits for all.
+        """Tell the store that this process leaves. If this process hosts the store, wait for the
+        others.
 
         The process ends with `code` if the store does not answer.
         """
@@ -302,7 +312,8 @@ class Shutdown:
                 self._store.wait(["all left"], datetime.timedelta(seconds=self.linger_s))
 
     def _claim(self, exit_code: int) -> bool:
-        """Claim the failure in the store; whether this process was first, and so is to speak."""
+        """Claim the failure in the store. Return whether this process is the first to claim, and so
+        prints the error."""
         from torch.distributed import DistError
 
         try:
@@ -311,12 +322,12 @@ class Shutdown:
             return self._known is None and may_print_alone(self.info)
 
     def _failure_of_peer(self, seconds: float) -> int | None:
-        """The exit code that another rank failed with, if one says so within `seconds`."""
+        """Return the exit code of another rank's failure if one is claimed within `seconds`."""
         from torch.distributed import DistError, DistStoreError
 
         try:
             if seconds:
-                with contextlib.suppress(DistStoreError):  # an answer that is late counts, below
+                with contextlib.suppress(DistStoreError):  # a late answer counts, below
                     self._store.wait([FAILED], datetime.timedelta(seconds=seconds))
             if self._store.check([FAILED]):
                 return int(self._store.get(FAILED))
@@ -328,16 +339,16 @@ class Shutdown:
 def interrupted(
     info: LaunchInfo, by: str = "KeyboardInterrupt", exit_code: int = Interrupted.exit_code
 ) -> Interrupted:
-    """Make the error of a rank that ends by a signal, or by the exception of that name."""
+    """Return the error of a rank that a signal or exception named `by` ends."""
     error = Interrupted(f"rank {info.rank} was interrupted ({by})")
     error.exit_code = exit_code
     return error
 
 
 def interrupt_early(info: LaunchInfo, number: signal.Signals) -> None:
-    """Tell the others that this process ends by a signal, before it has opened the store, if that
-    is there. The launcher that ends the others needs not be told; nobody can be told by the process
-    that is to host the store."""
+    """Inform the other processes, if the store exists, that a signal ends this process before it
+    has opened the store. Nothing is done if the launcher ends the others, or if this process would
+    host the store."""
     if info.world == 1 or info.port == 0 or info.hosts or info.ended_by_launcher:
         return
     late = call_unless_done(EARLY_S, lambda: os._exit(128 + number))
@@ -346,8 +357,8 @@ def interrupt_early(info: LaunchInfo, number: signal.Signals) -> None:
 
 
 def claim(store: Store, exit_code: int) -> int | None:
-    """Claim a failure for this process, which is to speak if it is the first; else the exit code of
-    that."""
+    """Claim a failure for this process. Return None if the claim is the first, so that this process
+    prints the error; else return the exit code of the first claim."""
     if store.add("failures", 1) > 1:
         return int(store.get(FAILED))
     store.set(FAILED, str(exit_code))
@@ -355,13 +366,13 @@ def claim(store: Store, exit_code: int) -> int | None:
 
 
 def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) -> int:
-    """End on an error from before the processes have met. Returns the exit code.
+    """End this process on an error from before the processes have met. Return the exit code.
 
-    As a rule all processes have the same error, so rank 0 prints it at once, and another process
-    prints its own only when it has heard that rank 0 is well. Ranks beside the store wait for the
-    others, which may have begun later, so that they hear of it. Where they have no place to meet,
-    or cannot load what they need for it, the first of each node prints it. `trace`: with where it
-    arose.
+    As a rule all processes have the same error, so rank 0 prints the error at once. Another process
+    prints its own error only when it knows that rank 0 has none. The process that hosts the store,
+    or the ranks on the node that hosts it, wait for the others, so that processes that begin later
+    learn of the error. If the processes cannot meet, the first process of each node prints the
+    error. `trace`: print the traceback too.
     """
     if info.port == 0 or temporary_folder_problem() is not None:
         if info.local_rank == 0:
@@ -372,18 +383,18 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
         if info.world == 1 or info.ended_by_launcher:
             return error.exit_code
     elif info.ended_by_launcher and isinstance(error, Preempted):
-        return error.exit_code  # rank 0 is asked too, or has an error that it says
+        return error.exit_code  # rank 0 also gets the signal, or prints an error
     if not isinstance(error, RendezvousError):
         try:
             store = open_store(info, PATIENCE_S, lambda line: None)
             if info.rank > 0:
                 with call_unless_done(PATIENCE_S + ANSWER_S, lambda: os._exit(error.exit_code)):
-                    _hear_from_first(store)
+                    _await_first_rank(store)
             early = Shutdown(info, store, linger_s=PATIENCE_S, trace=trace)
             # a launcher of several nodes ends with its ranks, and the first one has the store
             first_node = info.hosted and info.rank < info.local_world
             early.lingers |= first_node and not info.ended_by_launcher
-            return early.report(error, said=info.rank == 0)
+            return early.report(error, printed=info.rank == 0)
         except RendezvousError:
             pass
     if info.rank > 0 and may_print_alone(info):
@@ -391,16 +402,16 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
     return error.exit_code
 
 
-def _hear_from_first(store: Store) -> None:
-    """Wait until rank 0 has gone on or has failed, for as long as it is worth it."""
+def _await_first_rank(store: Store) -> None:
+    """Wait until rank 0 has claimed a failure or sent its values to compare, at most PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while not (store.check([VALUES]) or store.check([FAILED])) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process without waiting for threads, of torch and of others, that could hold up or
-    change the exit code."""
+    """End this process without waiting for other threads, for example torch's, which could delay
+    the end or change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the reader
             stream.flush()
@@ -408,7 +419,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether the error is that of a message or collective, whose peer may have failed."""
+    """Whether `error` comes from a message or collective whose peer may have failed."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (

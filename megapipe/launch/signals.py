@@ -4,15 +4,15 @@
 signal     meaning
 =========  ============================================================================
 SIGINT     Ctrl-C. While there is nothing to save yet: end. Then: save and stop
-SIGTERM    a scheduler or launcher: save and stop; end where there is nothing to save
-SIGUSR1    a scheduler that gives notice: as SIGTERM; as often as it likes
-SIGHUP     a terminal that closes: as SIGUSR1, for shell and system may both send it.
-           Where it is ignored from the beginning, as under nohup, it stays so
+SIGTERM    a scheduler or launcher: save and stop; end if there is nothing to save
+SIGUSR1    a scheduler's early notice: as SIGTERM; a second one changes nothing
+SIGHUP     a terminal that closes: like SIGUSR1, as shell and system may both send it.
+           If it is ignored from the beginning, as under nohup, it stays ignored
 =========  ============================================================================
 
-A SIGINT or SIGTERM within :data:`AGAIN_S` of the one before counts as that. One that ends a rank at
-once ends the others too, as far as the rank can tell them. A launcher that is gone counts as
-SIGTERM, as nobody would end its processes any more.
+A SIGINT or SIGTERM within :data:`REPEAT_S` seconds of the previous SIGINT or SIGTERM counts as the
+same request. A signal that ends one rank at once ends the other ranks too, if the rank can inform
+them. The end of the launcher counts as SIGTERM, because nobody else would end the ranks.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from typing import Any, Literal, TypeVar
 from megapipe.command_line import fresh_line
 from megapipe.errors import Preempted
 
-AGAIN_S = 1.0
-"""SIGINT and SIGTERM that come again within this time count once: launchers hand on what a terminal
-has sent to all processes."""
+REPEAT_S = 1.0
+"""Seconds within which several SIGINT or SIGTERM count as one: a terminal sends a signal to all
+processes, and launchers pass the same signal on."""
 LOOK_S = 1.0
-"""Time between two looks at the process that started this one."""
+"""Seconds between two checks whether the parent process still runs."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NOTICES = (signal.SIGHUP, signal.SIGUSR1)
-"""Those that may come again without a meaning of their own."""
+"""Signals of which a second one changes nothing."""
 Self = TypeVar("Self", bound="Listener")
 
 
 class Listener:
-    """Hears signals as they arrive, in a thread that calls :meth:`arrived`.
+    """Handles signals as soon as they arrive, in a thread that calls :meth:`arrived`.
 
-    Python runs a signal's handler when the main thread comes back from C++, which may be never: it
-    may wait for a peer in a collective. So a thread reads the signals (`signal.set_wakeup_fd`).
+    Python runs a signal's handler only when the main thread returns from C++. That may be never,
+    for example if it waits for a peer in a collective. So a separate thread reads the signals
+    (`signal.set_wakeup_fd`).
 
-    A context manager: signals mean what they meant before when it ends. To be made in the main
-    thread. The thread begins with :meth:`listen`; before that :meth:`handle` alone is called.
+    As a context manager it restores the previous signal handlers at its end. Create it in the main
+    thread. :meth:`listen` starts the thread; before that only :meth:`handle` is called.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
@@ -57,7 +58,7 @@ class Listener:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._last: float | None = None
-        """When a signal was last counted, monotonic seconds."""
+        """Time of the last counted signal, monotonic seconds."""
         self._counted = 0
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before: dict[int, Any] = {
@@ -65,7 +66,7 @@ class Listener:
         }
 
     def listen(self) -> None:
-        """Begin to hear signals."""
+        """Start the thread that handles signals."""
         threading.Thread(target=self._read, args=(self._reader,), daemon=True).start()
 
     def __enter__(self: Self) -> Self:
@@ -75,37 +76,37 @@ class Listener:
         self.restore()
 
     def restore(self) -> None:
-        """Let signals mean what they meant before."""
+        """Restore the signal handlers from before this object was created."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         os.close(self._writer)
 
     def ignore(self) -> None:
-        """Let signals mean nothing from now on, also after :meth:`restore`."""
+        """Ignore all signals from now on, also after :meth:`restore`."""
         self._before = dict.fromkeys(self._before, signal.SIG_IGN)
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
     def count(self) -> int:
-        """Count a signal that has just come; returns its number, from 1 on, or 0 if it comes
-        within :data:`AGAIN_S` of the one before, and does not count."""
+        """Count a signal that has just arrived. Return the count, from 1 on, or 0 if the signal
+        does not count: within :data:`REPEAT_S` seconds of the previous counted one."""
         now = time.monotonic()
-        if self._last is not None and now - self._last < AGAIN_S:
+        if self._last is not None and now - self._last < REPEAT_S:
             return 0
         self._last = now
         self._counted += 1
         return self._counted
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Called in the main thread, before that goes on in Python."""
+        """Handle a signal in the main thread, when that thread next runs Python code."""
 
     def arrived(self, number: signal.Signals) -> None:
-        """Called in a thread, at once."""
+        """Handle a signal at once, in the listening thread."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """Called in the thread now and then."""
+        """Do periodic work. The listening thread calls this about every LOOK_S seconds."""
 
     def _read(self, reader: int) -> None:
         while True:
@@ -119,11 +120,12 @@ class Listener:
 
 
 class Interrupts(Listener):
-    """Ends the process at SIGINT, wherever its main thread is."""
+    """Ends the process at SIGINT, whatever the main thread does."""
 
     def __init__(self, numbers: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
         self.interrupt: Callable[[signal.Signals], object] = lambda number: None
-        """Tells other processes, which takes it a moment, before this one ends."""
+        """Function that is called with the signal before this process ends, to inform other
+        processes; it may take a moment."""
         self._interrupted = False
         super().__init__(numbers)
         self.listen()
@@ -133,11 +135,11 @@ class Interrupts(Listener):
             self.end_at_once(number)
 
     def end_at_once(self, number: signal.Signals) -> None:
-        """End the process through :attr:`interrupt`; the next time without it."""
+        """End the process after calling :attr:`interrupt`; at a second call, end it at once."""
         if self._interrupted:
             os._exit(128 + number)
         self._interrupted = True
-        # in a thread of its own: this one has to hear the next signal
+        # in a new thread: the listening thread has to handle the next signal
         threading.Thread(target=self._end_at_once, args=(number,), daemon=True).start()
 
     def _end_at_once(self, number: signal.Signals) -> None:
@@ -148,32 +150,34 @@ class Interrupts(Listener):
 
 
 class StopRequest(Interrupts):
-    """Becomes true when a stop signal arrives; read at step boundaries, never acted on inside one.
+    """A flag that becomes true when a stop signal arrives; training reads it at step boundaries
+    only.
 
-    Before there is anything to save all but SIGINT end the job through `leave`.
+    Before there is anything to save, every signal except SIGINT ends the job through `leave`.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.since: float | None = None
-        """When it came, monotonic seconds."""
+        """Time of the request, monotonic seconds."""
         self.phase: Literal["setup", "training", "leaving"] = "setup"
-        """There is nothing to save yet, a step to save, or nothing left to save."""
+        """setup: nothing to save yet; training: steps to save; leaving: everything is saved."""
         self.speaks = False
-        """Whether this process tells the user what a first Ctrl-C does."""
+        """Whether this process explains the first Ctrl-C's effect in a line on stderr."""
         self.launcher: int | None = None
-        """The process that started this one, if that is to end it; else None."""
+        """Id of the parent process, if this process must stop when the parent ends; else None."""
         self.steady = threading.Lock()
-        """Whoever holds it is not ended by `leave`."""
+        """Lock that another thread holds while the job must not end: `leave` is called only when
+        the lock is free."""
         self._leave: Callable[[Preempted], int] | None = None
         self._leaves = threading.Lock()
         super().__init__(STOP_SIGNALS)
 
     @property
     def leave(self) -> Callable[[Preempted], int] | None:
-        """Ends the job in the phase ``setup``, whatever the main thread waits for, and returns the
-        exit code; None: the job ends after its first step. A request that came before it was set
-        ends the job when it is."""
+        """Function that ends the job in the phase ``setup``, whatever the main thread waits for,
+        and returns the exit code. If it is None, the job ends after its first step. If a stop was
+        requested before `leave` was set, setting it ends the job."""
         return self._leave
 
     @leave.setter
@@ -196,7 +200,7 @@ class StopRequest(Interrupts):
     def arrived(self, number: signal.Signals) -> None:
         self._ask(number)
         if number in NOTICES or (number == signal.SIGTERM and self.phase == "leaving"):
-            return  # a launcher ends what is left of a job; all is saved, reports may be on the way
+            return  # a launcher ends the rest of a job; all is saved, reports may be in flight
         count = self.count()
         if count == 0:
             return
@@ -205,17 +209,17 @@ class StopRequest(Interrupts):
         elif number == signal.SIGINT and self.speaks:
             with contextlib.suppress(OSError, ValueError):
                 text = (
-                    "megapipe: saves after this step and ends; Ctrl-C again, more than "
-                    f"{AGAIN_S:g} s after this one, ends at once"
+                    "megapipe: saving after this step, then stopping; Ctrl-C again, more than "
+                    f"{REPEAT_S:g} s after this one, stops at once"
                 )
                 print(f"{fresh_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Ask for a stop; the first time, while there is nothing to save, end."""
+        """Request a stop. If there is nothing to save yet, the first request ends the job."""
         self._note(number)
         unsaved = self.phase == "setup" and number != signal.SIGINT and self.leave is not None
         if unsaved and self._leaves.acquire(blocking=False):
-            # in a thread of its own: this one has to hear a second signal
+            # in a new thread: the listening thread has to handle a second signal
             threading.Thread(target=self._end, args=(number,), daemon=True).start()
 
     def _note(self, number: signal.Signals) -> None:
@@ -234,6 +238,7 @@ class StopRequest(Interrupts):
 
 
 def _is_kept_from(number: signal.Signals) -> bool:
-    """Whether the user wants a process not to hear a signal. (Of other signals that says nothing:
-    shells let what runs in the background ignore SIGINT, job scripts what is meant for ranks.)"""
+    """Whether the user wants this process to ignore signal `number`. Only an ignored SIGHUP shows
+    that (``nohup``): shells ignore SIGINT for background programs, and job scripts ignore signals
+    that are meant for the ranks."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

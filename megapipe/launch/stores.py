@@ -1,4 +1,4 @@
-"""Connections to torch's key-value store over TCP, which do not wait for ever."""
+"""Connections to torch's TCP store that do not wait for ever."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from megapipe.util.answers import NoAnswer, call_with_timeout
+from megapipe.util.timeouts import NoAnswer, call_with_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 ANSWER_S = 10.0
-"""How long the store may take to answer once its port takes connections, unless less is said."""
+"""Default time in seconds that the store may take to answer once its port accepts connections."""
 
 LOOKUP_S = 60.0
-"""Most time that look-ups of names are given."""
+"""Maximum time that is allowed for name look-ups, in seconds."""
 
 
 class _NameLookup:
-    """A look-up of the name of an address, in a thread: as long as torch's own take."""
+    """A name look-up of an address, in a thread, to learn how long a look-up by torch takes."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -36,7 +36,7 @@ class _NameLookup:
         self._took = time.monotonic() - self._began
 
     def allowance(self) -> float:
-        """Return the seconds that two look-ups may take, by how long this one has taken so far."""
+        """Return the seconds that two look-ups of torch may take, judged by this one so far."""
         took = time.monotonic() - self._began if self._took is None else self._took
         return min(2 * took, LOOKUP_S)
 
@@ -51,13 +51,13 @@ def open_tcp_store(
     listening: socket.socket | None = None,
     answer_s: float | None = None,
 ) -> TCPStore:
-    """The store at address:port; one that `hosts` runs it, on the socket `listening` if it is
-    given, of which it takes possession.
+    """Connect to the store at address:port. If `hosts` is true, this process runs the store; the
+    store takes over the socket `listening`, if one is passed.
 
-    `timeout_s` is that of later calls, `answer_s` how long the store may take to answer, besides
-    what the name server takes: torch asks it for the names of both ends. torch's client would wait
-    for ever for the answer of a port that something else listens on. Raises :class:`NoAnswer`, and
-    what torch raises: RuntimeError, ValueError.
+    `timeout_s` limits later requests. `answer_s` limits the wait for the store's first answer; the
+    time of torch's two name look-ups is added. Without `answer_s`, torch's client would wait for
+    ever if another program listens at the port. Raises :class:`NoAnswer`, and torch's RuntimeError
+    and ValueError.
     """
     from torch.distributed import TCPStore
 
@@ -76,4 +76,4 @@ def open_tcp_store(
     try:
         return call_with_timeout(ANSWER_S if answer_s is None else answer_s, connect, more=more)
     except NoAnswer:
-        raise NoAnswer("what listens there is no rendezvous store") from None
+        raise NoAnswer("another program listens there, not a rendezvous store") from None

@@ -1,4 +1,4 @@
-"""Whether a job that has failed is started again, and how."""
+"""Decides whether a failed job is restarted, and how."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import NamedTuple
 
 from megapipe.errors import Preempted, TooManyRestarts
 from megapipe.launch.progress import Progress
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 FAULTS = (1, 4, 9)
-"""Exit codes of faults that may go away by themselves: an unexpected exception, as of a device, a
-peer that is lost, and copies of a value that differ. Mistakes of the user's do not; a signal that
-kills a rank has 128 + its number."""
+"""Exit codes of faults that may be transient: an unexpected exception (from a device, for example),
+a lost peer, and replicas that differ. Mistakes of the user have other codes. If a signal kills a
+rank, the code is 128 + the signal's number, which counts as a fault too unless the user sent it."""
 LONGEST_S = 60.0
-"""The longest wait before a start."""
+"""Maximum wait before a restart, in seconds."""
 
 
 class RestartDecision(NamedTuple):
-    """The next start of a job."""
+    """How a job is restarted."""
 
     number: int
-    """How many starts in a row have come no further, this one included; 0: the last one was
-    stopped so that other nodes take part."""
+    """Number of starts in a row without progress, including the next one. 0: the last start was
+    stopped so that the set of nodes can change."""
     wait_s: float
     before: int
-    """Of the checkpoint to begin with: the steps that it has fewer than; 0: the newest."""
+    """Number of steps below which the next start's checkpoint must be; 0: the newest checkpoint."""
 
 
 class Supervisor:
-    """Decides about one job, which may be started again `limit` times without coming further.
-
-    One that is `elastic` goes on with the nodes that there are where a node was asked to stop."""
+    """Decides whether a job is restarted, at most `limit` times in a row without progress. If the
+    job is `elastic` and a node was asked to stop, the job continues with the remaining nodes."""
 
     def __init__(self, limit: int, *, elastic: bool = False) -> None:
         self._limit = limit
         self._elastic = elastic
         self._best = -1
-        """The most steps that a start has done."""
+        """Largest number of steps done by any start so far."""
         self._last: Progress | None = None
         self._number = 0
         self._before = 0
 
     def decide(self, code: int, progress: Progress) -> RestartDecision | None:
-        """The start after one that has ended with an exit code and done so many steps; None if
-        there is to be none. Raises :class:`TooManyRestarts`.
+        """Decide whether and how the job is restarted after a start that has ended with exit code
+        `code`; None means no restart. Raises :class:`TooManyRestarts`.
 
-        A program that was no run, or ended before it had looked for a checkpoint, is not started
-        again: nothing is known of whether it can go on. Nor is one that had none and ended in an
-        exception before it ever trained: the next start would do the same. Where two starts in a
-        row fail at one step, or before they train, and the checkpoint of the second is one that the
-        first had or made, the next begins with an older one: that may be poisoned.
+        A program that is not a run, or that ended before it had looked for a checkpoint, is not
+        restarted: it may be unable to continue. A run without a checkpoint that ended in an
+        exception before any step is not restarted either: the next start would do the same. A
+        checkpoint may be damaged. This is assumed if two starts in a row fail at the same step, or
+        before any step, and the second start resumed from a checkpoint that the first had or made.
+        Then the next start resumes from an older checkpoint.
         """
         trained = self._best >= 0 or progress.step >= 0
         if self._limit == 0 or (progress.first < 0 and not trained):
@@ -69,7 +69,7 @@ class Supervisor:
             self._before = progress.first if same else 0
         self._number += 1
         if self._number > self._limit:
-            far = f"came no further than step {self._best}" if trained else "did no step"
+            far = f"did not get beyond step {self._best}" if trained else "completed no step"
             raise TooManyRestarts(
                 f"{count_noun(self._limit, 'start')} in a row {far}; the last ended with exit code "
                 f"{code}"
@@ -86,11 +86,11 @@ def _is_fault(code: int) -> bool:
     return code in FAULTS or (code > 128 and code not in by_users)
 
 
-def line(again: RestartDecision, limit: int, step: int) -> str:
-    """A line for the user on a start."""
-    place = f"step {step}" if step >= 0 else "a start without a step"
-    if again.number == 0:
-        return f"starting again after {place}, with the nodes that there are"
-    older = f", from before step {again.before}" if again.before > 0 else ""
-    wait = f"in {again.wait_s:g} s" if again.wait_s else "now"
-    return f"starting again after {place} ({again.number} of {limit}), {wait}{older}"
+def line(decision: RestartDecision, limit: int, step: int) -> str:
+    """Return the line that announces a restart. `step`: steps done."""
+    last_step = f"step {step}" if step >= 0 else "a start without a step"
+    if decision.number == 0:
+        return f"restarting after {last_step} with the remaining nodes"
+    older = f", from before step {decision.before}" if decision.before > 0 else ""
+    wait = f"in {decision.wait_s:g} s" if decision.wait_s else "now"
+    return f"restarting after {last_step} ({decision.number} of {limit}), {wait}{older}"

@@ -9,22 +9,22 @@ from torch import Tensor
 from megapipe.context.positions import Positions
 from megapipe.context.tensors import split_groups
 from megapipe.distributed.axis import Axis
-from megapipe.layers.block_calls import TileRows
+from megapipe.layers.attention_tiles import TileRows
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.reshard import ulysses_all_to_all
 from megapipe.layers.ring_attention import Ring, ring_attention
 from megapipe.layers.scratch import ScratchKey
+from megapipe.layers.ulysses_all_to_all import ulysses_all_to_all
 from megapipe.ops.scores import ScoreModifiers
 
 ATTENTION = ScratchKey[tuple[Tensor, Tensor]]("results of attention")
-"""Output and LSE of a first forward, which its recomputation takes out."""
+"""Key of attention's output and LSE: a first forward stores them, a recomputation removes them."""
 
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """The context-parallel group of a process: ranks that split heads while they attend, and rings
-    of them over which positions stay split (USP, 2405.07719)."""
+    """Context-parallel attention of a process (USP, 2405.07719): the ranks of `ulysses` split heads
+    during attention, and positions stay split over the ranks of `ring`."""
 
     ring: Ring
     ulysses: Axis
@@ -39,8 +39,8 @@ class ContextAttention:
         layer: int,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """q [s, b, heads, d], k and v [s, b, groups, d] of this rank's positions -> [s, b, heads,
-        d]. `cache` holds keys and values of slices, with heads split over `ulysses`."""
+        """Compute this rank's attention: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b,
+        heads, d]. `cache` holds K and V of earlier slices, with heads split over `ulysses`."""
         n = self.ulysses.size
         k, v = (self._enough(x) for x in (k, v))
         q, k, v = (ulysses_all_to_all(x, 2, 0, self.ulysses) for x in (q, k, v))
@@ -61,6 +61,6 @@ class ContextAttention:
         return ulysses_all_to_all(y, 0, 2, self.ulysses)
 
     def _enough(self, x: Tensor) -> Tensor:
-        """Keys or values with a head for each rank that splits them: copies, if there are fewer."""
+        """Repeat the KV heads of `x` if there are fewer than Ulysses ranks."""
         copies = split_groups(x.shape[2], self.ulysses.size) // x.shape[2]
         return x.repeat_interleave(copies, dim=2) if copies > 1 else x

@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary split by tp, without ever gathering the logits.
 
-Three numbers per token are exchanged, in one all-gather (:mod:`megapipe.ops.loss`).
+One all-gather exchanges three values per token (:mod:`megapipe.ops.loss`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megapipe.ops.loss import Labels, TorchLoss, gradient, loss_dtype, merge_voc
 
 
 def gather_vocab_stats(shares: Tensor, tp: Axis) -> Tensor:
-    """Each rank's shares [3, n] -> those of all, [tp, 3, n]. One collective."""
+    """Gather the tp ranks' vocab stats (:mod:`megapipe.ops.loss`): [3, n] -> [tp, 3, n]."""
     return all_gather(shares, tp).unflatten(0, (tp.size, 3))
 
 
@@ -25,27 +25,27 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int) -> Tensor:
         x = logits.to(loss_dtype(logits.dtype), copy=True).flatten(0, -2)
-        places = Labels.of(labels.flatten(), x.shape[-1], tp.index, vocab_size)
+        local_labels = Labels.of(labels.flatten(), x.shape[-1], tp.index, vocab_size)
         losses, factor = merge_vocab_stats(
-            gather_vocab_stats(TorchLoss().local_stats(x, places), tp), tp.index
+            gather_vocab_stats(TorchLoss().local_stats(x, local_labels), tp), tp.index
         )
-        ctx.save_for_backward(x, places.column, places.elsewhere, factor)
-        ctx.numbers = places.columns, places.tp_index
+        ctx.save_for_backward(x, local_labels.column, local_labels.elsewhere, factor)
+        ctx.numbers = local_labels.columns, local_labels.tp_index
         ctx.like = logits.dtype, logits.shape
         return losses.view_as(labels)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, column, elsewhere, factor = ctx.saved_tensors
-        places = Labels(column, elsewhere, *ctx.numbers)
+        local_labels = Labels(column, elsewhere, *ctx.numbers)
         dtype, shape = ctx.like
-        # the graph is walked once, so its largest array is reused
-        found = gradient(x, places, factor, grad.flatten())
+        # the graph is walked once, so its largest tensor, x, may be overwritten
+        found = gradient(x, local_labels, factor, grad.flatten())
         return found.to(dtype).view(shape), None, None, None
 
 
 class _SoftCapped(Function):
-    """In place of the logits, which nobody else has; saves its result alone."""
+    """In-place soft cap. Nothing else may use the logits; only the result is saved."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
@@ -62,25 +62,26 @@ class _SoftCapped(Function):
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), in place of `logits`."""
+    """Return cap * tanh(logits / cap), computed in place."""
     return _SoftCapped.apply(logits, cap)
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, tp: Axis, vocab_size: int
 ) -> Tensor:
-    """Loss of each token in nats, [s, b], in fp32 (fp64 for fp64).
+    """Return the loss of each token in nats, [s, b], in fp32 (fp64 for fp64).
 
-    `logits` is [s, b, V/tp], columns beyond `vocab_size` are padding and get no probability;
+    `logits` is [s, b, V/tp]; columns beyond `vocab_size` are padding and get no probability.
     `labels` is [s, b], global ids. The result is the same on all tp ranks.
     """
     return _CrossEntropy.apply(logits, labels, tp, vocab_size)
 
 
 def masked_sum(losses: Tensor, mask: Tensor, by_source: Tensor | None = None) -> Tensor:
-    """Sum of the losses whose mask is not 0; masked losses may have any value, NaN included.
+    """Return the sum of the losses whose mask is not 0; other losses may have any value, even NaN.
 
-    `by_source` [n] takes the sums of the losses whose mask is 1, 2, ..., n.
+    With several data sources, a mask that is not 0 is 1 + the index of the token's source.
+    `by_source` [sources] then receives the sum of each source.
     """
     kept = losses.masked_fill(mask == 0, 0)
     if by_source is not None:

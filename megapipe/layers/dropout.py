@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of coordinates."""
+"""Dropout whose mask depends only on the run seed, step, micro-batch, layer and tp rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megapipe.layers.rng import seed_of, seeded
 
 
 def dropout_seed(mb: MicroBatch, purpose: str, layer: int, tp_index: int) -> int:
-    """Seed of a dropout mask.
+    """Return the seed of a dropout mask.
 
-    `tp_index` is 0 where every tp rank holds the same values and must drop the same ones.
+    `tp_index` is 0 if all tp ranks hold equal values and must drop the same values.
     """
     within = (mb.first_row, mb.start) if mb.first_row or mb.start else ()
     return seed_of(mb.seed, purpose, mb.step, mb.index, layer, tp_index, *within)
@@ -21,7 +21,7 @@ def dropout_seed(mb: MicroBatch, purpose: str, layer: int, tp_index: int) -> int
 def dropout(
     x: Tensor, p: float, mb: MicroBatch, purpose: str, layer: int, sharding: Sharding
 ) -> Tensor:
-    """Dropout on [s(/tp), b, h], split by sequence or the same on all tp ranks."""
+    """Apply dropout to x [s(/tp), b, h], which is split by sequence or equal on all tp ranks."""
     if p == 0.0:
         return x
     tp_index = sharding.tp.index if sharding.sequence_split else 0

@@ -29,7 +29,7 @@ from megapipe.layers.weight_grad import main_grad
 
 @dataclass
 class _WordTask:
-    """The weight gradient for tokens [b, s] and output gradient grad [s(/tp), b, h]."""
+    """Weight gradient of a WordEmbedding, from tokens [b, s] and output gradient [s(/tp), b, h]."""
 
     layer: WordEmbedding
     tokens: Tensor
@@ -60,7 +60,7 @@ class _WordTask:
         return self.tokens, self.grad
 
     def _gather(self) -> Tensor:
-        """The gradient of all positions [s, b, h], which may be on its way."""
+        """Return the output gradient of all positions [s, b, h]; call `_arrived` before use."""
         sharding = self.layer.sharding
         if not sharding.sequence_split:
             return self.grad
@@ -94,8 +94,8 @@ class _WordFunction(Function):
 class WordEmbedding(nn.Module):
     """Vocabulary-parallel lookup: tokens [b, s] -> [s(/tp), b, h].
 
-    Each tp rank holds a range of rows and contributes zeros for the other tokens. Token ids are
-    checked where batches are made; an id outside the vocabulary never gets here.
+    Each tp rank has a range of the table and contributes zeros for other tokens. Token ids are
+    checked when batches are made, so all ids are inside the vocabulary.
     """
 
     def __init__(self, sharding: Sharding, weight: ParameterSpec) -> None:
@@ -104,7 +104,8 @@ class WordEmbedding(nn.Module):
         self.weight = new_parameter(sharding, weight)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's row in this rank's range, and whether another rank has it (then row 0)."""
+        """Return each token's row in the local table (0 if another rank has the token), and
+        whether another rank has the token."""
         spec = spec_of(self.weight)
         row = tokens - spec.offsets[0]
         elsewhere = (row < 0) | (row >= spec.sizes[0])
@@ -126,7 +127,7 @@ class _PositionTask:
         return self.layer.weight
 
     def begin(self) -> None:
-        """Nothing is gathered."""
+        """Start nothing: no operand is gathered."""
 
     def run(self) -> None:
         target = main_grad(self.layer.weight)
@@ -175,8 +176,8 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(sharding, weight)
 
     def forward(self, x: Tensor, here: Positions, positions: Tensor | None = None) -> Tensor:
-        """Add the vectors to x. `here` are the positions of its rows, and those of other tp ranks
-        among which the sequence is split; `positions` [s, b] give each token its own instead."""
+        """Add each position's vector to x. `here` has the positions before sequence parallelism
+        splits them; `positions` [s, b], if given, replaces it by one position per token."""
         if self.sharding.sequence_split:
             here = here.part(self.sharding.tp.index, self.sharding.tp.size)
             if positions is not None:

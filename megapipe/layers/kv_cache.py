@@ -1,12 +1,12 @@
-"""Keys and values that the slices of a sequence hand on to each other.
+"""KV cache of sequence slices: later slices read the keys and values of earlier slices.
 
 A slice attends to itself and to all slices before it (TeraPipe, 2102.07988). Its keys and values
-are written into a buffer for the whole sequence, and its attention reads the buffer's rows up to
-its own end. Backwards the slices come in descending order: each adds the gradient of the earlier
-rows to a buffer of gradients, and takes out of it what the later slices have left on its own rows.
+are written into a buffer for the whole sequence, and its attention reads the buffer up to its own
+end. In the backward the slices come in descending order: each slice adds its gradient of earlier
+positions to a gradient buffer, and takes from it the sum that later slices have added for its own
+positions.
 
-A text that is generated is a sequence whose slices are its tokens: the buffer is what others call
-the key/value cache.
+In generation every token is a slice, and the buffer is the usual key/value cache.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from torch.autograd import Function
 class KVCache:
     """Keys and values of one micro-batch at one stage, by layer, and their gradients.
 
-    To be kept from the forward of the first slice to its backward.
+    The cache must exist from the forward of the first slice to the backward of the first slice.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        """Positions of the whole sequence that are here."""
+        """Number of local positions of the whole sequence."""
         self._rows: dict[int, tuple[_Rows, _Rows]] = {}
 
     def extend(
         self, layer: int, start: int, k: Tensor, v: Tensor, *, gathered: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """k and v [slice, b, groups, d] of a slice -> those of positions 0 .. its end.
+        """Store a slice's k and v [slice, b, groups, d]. Return the keys and values of all
+        positions up to the slice's end.
 
         Slices come in ascending order of `start`, their first position, and their backwards in
-        descending order. `gathered`: positions are those of so many ranks that split heads.
+        descending order. `gathered` is the number of Ulysses ranks. They split heads, so the cache
+        holds the positions of all of them.
         """
         if layer not in self._rows:
             length = self.length * gathered
@@ -44,7 +46,7 @@ class KVCache:
         return _Extend.apply(k, keys, start), _Extend.apply(v, values, start)
 
     def nbytes(self) -> int:
-        """Bytes of keys and values and, between the backwards of slices, of their gradients."""
+        """Return the bytes of keys and values, and of gradients that earlier slices will take."""
         rows = [each for pair in self._rows.values() for each in pair]
         tensors = [each.values for each in rows] + [
             each.grad for each in rows if each.grad is not None
@@ -53,14 +55,14 @@ class KVCache:
         return sum({each._cdata: each.nbytes() for each in storages}.values())
 
     def keep(self, rows: Tensor) -> None:
-        """Keep those of the b sequences whose numbers are `rows` [n]; for use without gradients."""
+        """Keep only the sequences with batch indices `rows` [n]; only for inference."""
         for pair in self._rows.values():
             for each in pair:
                 each.values = each.values[:, rows]
 
 
 class _Rows:
-    """Rows of one tensor [s, b, groups, d], and the gradient that later slices leave on them.
+    """Cached keys or values of a layer [s, b, groups, d], and their gradient from later slices.
 
     The gradient is summed in fp32 (fp64 for fp64), as inside one attention kernel.
     """
@@ -70,7 +72,8 @@ class _Rows:
         self.grad: Tensor | None = None
 
     def collect(self, start: int, grad: Tensor) -> Tensor:
-        """Take the gradient [stop, b, groups, d] of a slice; returns the sum on its own rows."""
+        """Add a slice's gradient of all positions up to its end, [stop, b, groups, d]. Return the
+        complete gradient of the slice's own positions, from `start` on."""
         if self.grad is None:
             total = grad.to(torch.promote_types(grad.dtype, torch.float32))
         else:
@@ -85,7 +88,7 @@ class _Extend(Function):
         ctx.rows, ctx.start = rows, start
         stop = start + new.shape[0]
         rows.values[start:stop] = new
-        # .data has a version of its own: later slices write behind these rows, never into them
+        # .data has its own version counter: later slices write after these rows, never into them
         return rows.values.data[:stop]
 
     @staticmethod

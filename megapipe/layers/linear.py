@@ -1,15 +1,15 @@
 """Column- and row-parallel linear layers with a split backward.
 
-A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel one columns
-[out, in/tp]; a pair of them needs one reduction in the middle of forward and one of backward.
-With sequence parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold
-s/tp positions, and each all-reduce becomes an all-gather and a reduce-scatter.
+A column-parallel layer holds rows of the weight [out/tp, in], a row-parallel one columns [out,
+in/tp]; a pair of them needs one reduction in the forward and one in the backward. With sequence
+parallelism (Korthikanti et al., 2205.05198) the activations around the pair hold s/tp positions,
+and each all-reduce becomes an all-gather and a reduce-scatter.
 
 The weight gradient is queued (:mod:`megapipe.layers.weight_grad`), unless the weight is frozen.
-Gathered tensors are not kept: the queue holds this rank's positions, and ``W`` gathers them again.
-A ``B`` uses the gradient that it gathered for both products, and hides its collectives behind
-weight gradients: that of a column layer runs while its input gradient is summed, that of a row
-layer while the next gradient is gathered.
+Gathered tensors are not saved: the queue holds this rank's positions, and ``W`` all-gathers all
+positions again. ``B`` all-gathers an output gradient once, for input and weight gradient. ``B``
+overlaps collectives with weight gradients: a column layer's weight gradient with the reduction of
+its input gradient, a row layer's weight gradient with the next layer's all-gather.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megapipe.layers.weight_grad import add_product, main_grad
 
 
 class LinearTask:
-    """Weight and bias gradient of a linear layer, from x [s(/tp), b, in], grad [s(/tp), b, out].
+    """Weight and bias gradient of a linear layer, from x [s(/tp), b, in] and grad [s(/tp), b, out].
 
-    x and grad are kept as matrices, [tokens, in] and [tokens, out].
+    x and grad are stored as matrices, [tokens, in] and [tokens, out].
     """
 
     __slots__ = ("_arrived", "grad", "layer", "whole", "x")
@@ -49,8 +49,8 @@ class LinearTask:
         self.x = x.detach().flatten(0, -2)
         self.grad = grad.flatten(0, -2)
         self.whole: Tensor | None = None
-        """With sequence parallelism, all positions of x or grad, whichever is split, once their
-        gather has begun."""
+        """With sequence parallelism, all positions of x or grad, whichever of the two is split;
+        None until their all-gather starts."""
         self._arrived: Wait = done
 
     @property
@@ -84,12 +84,12 @@ class LinearTask:
 
 
 class ParallelLinear(nn.Module):
-    """A linear layer whose weight may be 3-D, [k, out, in]: k matrices applied as one."""
+    """Base of parallel linear layers; a weight [k, out, in] holds k matrices applied as one."""
 
     weight: Parameter
     bias: Parameter | None
     splits_outputs: ClassVar[bool]
-    """Whether tp splits the rows of the weight (the outputs) or its columns (the inputs)."""
+    """Whether tp splits the weight's rows (outputs); otherwise tp splits its columns (inputs)."""
 
     def __init__(
         self, sharding: Sharding, weight: ParameterSpec, bias: ParameterSpec | None = None
@@ -104,20 +104,20 @@ class ParallelLinear(nn.Module):
         self.bias = None if bias is None else new_parameter(sharding, bias)
 
     def product(self, x: Tensor) -> Tensor:
-        """The output for `x`, without a graph."""
+        """Return the output for `x`, without a graph."""
         raise NotImplementedError
 
     def input_grad(self, grad: Tensor) -> Tensor:
-        """The gradient of the input, from that of the output."""
+        """Return the gradient of the input, from the gradient of the output."""
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
-        """The local weight as one matrix [k * out, in]."""
+        """Return the local weight as one matrix [k * out, in]."""
         weight = self.weight
         return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
 
     def vector(self) -> Tensor | None:
-        """The local bias, if there is one, as one vector [k * out]."""
+        """Return the local bias, if there is one, as one vector [k * out]."""
         bias = self.bias
         return bias if bias is None or bias.dim() == 1 else bias.view(-1)
 
@@ -128,23 +128,23 @@ class ParallelLinear(nn.Module):
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
-    """x [s(/tp), b, in] by rows [out/tp, in] of a matrix: [s, b, out/tp]."""
+    """Multiply x [s(/tp), b, in] by rows [out/tp, in] of a matrix: [s, b, out/tp]."""
     whole = all_gather(x, sharding.tp) if sharding.sequence_split else x
     return functional.linear(whole, weight, bias)
 
 
 def column_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
-    """The gradient of the input of :func:`column_product`, from that of its output."""
+    """Return the input gradient of :func:`column_product` from its output gradient `grad`."""
     grad_x, summed = start_sum(grad @ weight, sharding)
     summed()
     return grad_x
 
 
 def start_sum(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
-    """Begin to sum input gradients over tp: [s, b, in] -> [s(/tp), b, in].
+    """Start to sum input gradients over tp: [s, b, in] -> [s(/tp), b, in]. Return the sum and a
+    function that waits for it.
 
-    The sum is complete after the wait, without ``kernels.overlap`` at once; `partial` may be
-    overwritten.
+    Without ``kernels.tp_comm_overlap`` the sum is complete on return. `partial` may be overwritten.
     """
     if sharding.sequence_split:
         total, summed = start_reduce_scatter(partial, sharding.tp)
@@ -157,7 +157,7 @@ def start_sum(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding) -> Tensor:
-    """x [s, b, in/tp] by columns [out, in/tp] of a matrix, summed over tp: [s(/tp), b, out]."""
+    """Multiply x [s, b, in/tp] by columns [out, in/tp], and sum over tp: [s(/tp), b, out]."""
     if sharding.tp.size == 1:
         return functional.linear(x, weight, bias)
     y = functional.linear(x, weight)  # [s, b, out], a partial sum over tp
@@ -169,18 +169,18 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Shardi
 
 
 def row_input_grad(grad: Tensor, weight: Tensor, sharding: Sharding) -> Tensor:
-    """The gradient of the input of :func:`row_product`, from that of its output."""
+    """Return the input gradient of :func:`row_product` from its output gradient `grad`."""
     whole = all_gather(grad, sharding.tp) if sharding.sequence_split else grad
     return whole @ weight
 
 
 class _FrozenFunction(Function):
-    """A layer that is not trained: its backward needs the weight alone."""
+    """Autograd function of a frozen layer: the backward needs only the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ParallelLinear, graph_only: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: ParallelLinear, skip_output: bool) -> Tensor:
         ctx.layer = layer
-        if graph_only:
+        if skip_output:
             return x.new_empty(()).expand(layer.output_shape(x))
         return layer.product(x)
 
@@ -193,11 +193,11 @@ class _FrozenFunction(Function):
 class _ColumnFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear, graph_only: bool
+        ctx: Any, x: Tensor, weight: Parameter, layer: ColumnParallelLinear, skip_output: bool
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        if graph_only:
+        if skip_output:
             return x.new_empty(()).expand(layer.output_shape(x))
         return layer.product(x)
 
@@ -218,15 +218,15 @@ class _ColumnFunction(Function):
 class ColumnParallelLinear(ParallelLinear):
     """y = x W^T + b with the rows of W split over tp: [s(/tp), b, in] -> [s, b, k * out/tp].
 
-    With `graph_only` the output has a graph but no values: nothing is gathered and no GEMM is done.
+    With `skip_output` the output has a graph but no values: no all-gather and no GEMM are done.
     """
 
     splits_outputs = True
 
-    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+    def forward(self, x: Tensor, skip_output: bool = False) -> Tensor:
         if self.frozen:
-            return _FrozenFunction.apply(x, self, graph_only)
-        return _ColumnFunction.apply(x, self.weight, self, graph_only)
+            return _FrozenFunction.apply(x, self, skip_output)
+        return _ColumnFunction.apply(x, self.weight, self, skip_output)
 
     def product(self, x: Tensor) -> Tensor:
         return column_product(x, self.matrix(), self.vector(), self.sharding)
@@ -236,20 +236,20 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 def replicated_linear(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
-    """A layer that every tp rank holds, and applies to the positions that it has."""
+    """Make a linear layer that every tp rank holds whole and applies to local positions."""
     layer = ColumnParallelLinear(sharding.unsplit(), spec)
-    layer.weight = new_parameter(sharding, spec)  # whose gradient may be that of some positions
+    layer.weight = new_parameter(sharding, spec)  # its gradient may be local
     return layer
 
 
 class _RowFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear, graph_only: bool
+        ctx: Any, x: Tensor, weight: Parameter, layer: RowParallelLinear, skip_output: bool
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        if graph_only:
+        if skip_output:
             return x.new_empty(()).expand(layer.output_shape(x))
         return layer.product(x)
 
@@ -276,15 +276,15 @@ class _RowFunction(Function):
 class RowParallelLinear(ParallelLinear):
     """y = x W^T + b with the columns of W split over tp: [s, b, in/tp] -> [s(/tp), b, out].
 
-    With `graph_only` the output has a graph but no values: no GEMM and no reduction are done.
+    With `skip_output` the output has a graph but no values: no GEMM and no reduction are done.
     """
 
     splits_outputs = False
 
-    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
+    def forward(self, x: Tensor, skip_output: bool = False) -> Tensor:
         if self.frozen:
-            return _FrozenFunction.apply(x, self, graph_only)
-        return _RowFunction.apply(x, self.weight, self, graph_only)
+            return _FrozenFunction.apply(x, self, skip_output)
+        return _RowFunction.apply(x, self.weight, self, skip_output)
 
     def product(self, x: Tensor) -> Tensor:
         return row_product(x, self.matrix(), self.vector(), self.sharding)

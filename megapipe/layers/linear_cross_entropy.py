@@ -1,15 +1,15 @@
-"""Head and cross-entropy in one, a chunk of tokens at a time.
+"""Head and cross-entropy in one, a loss chunk of tokens at a time.
 
-The logits of a micro-batch, [tokens, V/tp] in fp32, are the largest array of the model. Here only
-those of one chunk exist at a time. Their gradient follows from the logits alone, so one pass over
-the chunks does everything (Liger does so in its forward, Hsu et al., 2410.10989): it computes
-logits, losses, the gradient of the logits, and from that the gradients of the hidden states and of
-the weight. It takes three GEMMs, as without chunks.
+The logits of a micro-batch, [tokens, V/tp] in fp32, are the largest tensor of the model. With loss
+chunks, the logits of only one loss chunk exist at a time. The gradient of the logits follows from
+the logits alone. So one pass over the loss chunks computes logits, losses, the gradient of the
+logits, and the gradients of the hidden states and of the weight (Liger does so in the forward, Hsu
+et al., 2410.10989). The pass takes three GEMMs, as without loss chunks.
 
-Here the pass is part of the *backward*, since the loss is not needed before the step is over, and
-only in the backward are the gradient of the loss known and the main gradients open. The forward
-keeps the hidden states and does no work. The price is that the weight gradient is computed in
-``I``, not in ``W``: the logits that it needs are gone with the chunk.
+The pass is part of the *backward*: the loss is not needed before the step ends, and the gradient of
+the loss and the main gradients exist only in the backward. The forward saves the hidden states and
+computes nothing. The price: the weight gradient is computed in ``I``, not in ``W``, since it needs
+the logits, which are freed with the loss chunk.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from megapipe.distributed.collectives import all_gather
+from megapipe.layers.activation_policy import loss_chunk
 from megapipe.layers.cross_entropy import gather_vocab_stats, masked_sum
 from megapipe.layers.linear import ColumnParallelLinear, start_sum
-from megapipe.layers.policy import loss_chunk
 from megapipe.layers.weight_grad import add_product
 from megapipe.ops.loss import Labels, LossKernel, loss_dtype, merge_vocab_stats
 
 
 class _Chunk(NamedTuple):
-    """Some tokens: their hidden states [n, h], and what the losses and gradients come from."""
+    """A loss chunk of n tokens: hidden states `x` [n, h], and what losses and gradients need."""
 
     tokens: slice
     x: Tensor
     logits: Tensor
-    """[n, V/tp], as the kernel left them."""
+    """Buffer of the logits, [n, V/tp]; :meth:`LossKernel.local_stats` may have overwritten them."""
     labels: Labels
     gathered: Tensor
-    """[tp, 3, n]."""
+    """Vocab stats (:mod:`megapipe.ops.loss`) of all tp ranks, [tp, 3, n]."""
     scratch: Tensor
-    """[n, V/tp] of the model's dtype; the memory of `logits`, if that is their type."""
+    """Buffer [n, V/tp] in the model's dtype; the same tensor as `logits` if that has this dtype."""
     slope: Tensor | None
-    """[n, V/tp]: what soft-capping multiplies gradients by."""
+    """Derivative of the soft cap, [n, V/tp], a factor of the gradient; None: no soft cap."""
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """A head, labels [s, b] and mask [s, b] of a micro-batch, and the most tokens of a chunk; see
-    :func:`linear_cross_entropy`."""
+    """Loss of one micro-batch: the head, labels [s, b], mask [s, b], and at most `chunk` tokens in
+    a loss chunk; see :func:`linear_cross_entropy`."""
 
     head: ColumnParallelLinear
     labels: Tensor
@@ -61,13 +61,13 @@ class _Loss:
     softcap: float | None = None
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """[s(/tp), b, h] -> [s * b, h]."""
+        """Gather the hidden states of all positions: [s(/tp), b, h] -> [s * b, h]."""
         sharding = self.head.sharding
         x = all_gather(hidden, sharding.tp) if sharding.sequence_split else hidden
         return x.flatten(0, 1)
 
     def chunks(self, x: Tensor) -> Iterator[_Chunk]:
-        """The tokens of x, [s * b, h], in order; the chunks share their memory."""
+        """Yield the loss chunks of x [s * b, h] in order; all use the same memory."""
         matrix, tp, kernel = self.head.matrix(), self.head.sharding.tp, self.kernel
         size = loss_chunk(len(x), self.chunk)
         scratch = x.new_empty(size, len(matrix))
@@ -85,7 +85,7 @@ class _Loss:
             yield _Chunk(tokens, x[tokens], logits[:n], here, gathered, scratch[:n], slope)
 
     def _cap(self, logits: Tensor) -> Tensor | None:
-        """Soft-cap logits in place; returns by how much each follows a change."""
+        """Soft-cap logits in place; return the derivative, or None without a soft cap."""
         if self.softcap is None:
             return None
         shares = logits.div_(self.softcap).tanh_()
@@ -102,15 +102,16 @@ class _Loss:
 
     @torch.no_grad()
     def forward(self, hidden: Tensor) -> Tensor:
-        """The sum of the unmasked losses."""
+        """Return the sum of the unmasked losses."""
         index = self.head.sharding.tp.index
         chunks = self.chunks(self.whole(hidden))
         return self.total([merge_vocab_stats(chunk.gathered, index).losses for chunk in chunks])
 
     def backward(self, hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the unmasked losses, and the gradient of `hidden` for `grad` [] of the sum.
+        """Return the sum of the unmasked losses, and the gradient of `hidden`. `grad` [] is the
+        gradient of the sum.
 
-        Adds the gradient of the weight, unless it is frozen, into its main gradient.
+        Add the gradient of the weight to its main gradient, unless the weight is frozen.
         """
         sharding, weight = self.head.sharding, self.head.weight
         matrix, x = self.head.matrix(), self.whole(hidden)
@@ -162,14 +163,14 @@ def linear_cross_entropy(
     by_source: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
+    """Return the sum of the unmasked token losses in nats, [], in fp32 (fp64 for fp64).
 
     `hidden` is [s(/tp), b, h]; `labels`, global ids, and `mask` are [s, b]. The logits of at most
-    `chunk` tokens exist at a time (:func:`~megapipe.layers.policy.loss_chunk`). With `softcap` they
-    are softcap * tanh(logits / softcap). Over tp there is
-    one small all-gather per chunk, and one reduction of the gradient of `hidden`. With a graph the
-    result is NaN until the backward has run, which computes it together with the gradients, and so
-    is `by_source` [n], which takes the sums of the losses whose mask is 1, 2, ..., n.
+    `chunk` tokens exist at a time (:func:`~megapipe.layers.activation_policy.loss_chunk`). With
+    `softcap`, logits become softcap * tanh(logits / softcap). Over tp there is one small all-gather
+    per chunk, and one reduction of the gradient of `hidden`. If gradients are enabled, the result
+    is NaN until the backward, which computes loss and gradients together. At the same time
+    `by_source` [n] receives the sums of the losses whose mask is 1, 2, ..., n.
     """
     loss = _Loss(head, labels, mask, vocab_size, chunk, by_source, softcap)
     if not torch.is_grad_enabled():

@@ -1,11 +1,10 @@
 """Linear layers with low-rank adapters (LoRA; Hu et al., 2106.09685).
 
-An adapter is two of the project's own linear layers, one after the other, so splits over tensor
-parallelism and by sequence, recomputation and weight gradients that wait for ``W`` are theirs.
-Beside a column-parallel layer the first one, A, is held by every tp rank and applied to the
-positions that the rank has, and B is column-parallel; beside a row-parallel layer A is
-row-parallel, and B is held by every rank. So what an adapter exchanges over tp has its rank's
-values per token, and not as many as the hidden states.
+An adapter is two of megapipe's linear layers, one after the other, which handle tensor and sequence
+parallelism, recomputation and deferred weight gradients. On a column-parallel layer, every tp rank
+holds the first matrix A and applies A to local positions, and B is column-parallel. On a
+row-parallel layer, A is row-parallel, and every tp rank holds B. So over tp an adapter communicates
+`rank` values per token instead of the hidden size.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megapipe.layers.specs import ParameterSpec
 
 
 class AdapterSpec(NamedTuple):
-    """The matrices of an adapter, and the rows of the layer that it adds to."""
+    """Matrices A and B of an adapter, and the rows of the adapted matrix that B A adds to."""
 
     a: ParameterSpec
     b: ParameterSpec
@@ -36,7 +35,7 @@ class AdapterSpec(NamedTuple):
 
 
 class Adapter(nn.Module):
-    """scale (x A^T) B^T, split as the layer beside it is; with `graph_only` there is no product."""
+    """Computes scale (x A^T) B^T, split like the adapted layer; `skip_output` skips B's product."""
 
     def __init__(self, sharding: Sharding, spec: AdapterSpec, scale: float) -> None:
         super().__init__()
@@ -50,13 +49,13 @@ class Adapter(nn.Module):
             self.a = RowParallelLinear(sharding, spec.a)
             self.b = replicated_linear(sharding, spec.b)
 
-    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
-        y: Tensor = self.b(self.a(x) * self.scale, graph_only)
+    def forward(self, x: Tensor, skip_output: bool = False) -> Tensor:
+        y: Tensor = self.b(self.a(x) * self.scale, skip_output)
         return y
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer, whose own weights are frozen, and the adapters that add to its output."""
+    """A frozen linear layer, and the adapters that add to its output."""
 
     def __init__(self, layer: ParallelLinear, specs: Sequence[AdapterSpec], scale: float) -> None:
         super().__init__()
@@ -64,22 +63,22 @@ class AdaptedLinear(nn.Module):
         self.adapters = nn.ModuleList(Adapter(layer.sharding, spec, scale) for spec in specs)
         self.rows = [spec.rows for spec in specs]
 
-    def forward(self, x: Tensor, graph_only: bool = False) -> Tensor:
-        """As that of the layer."""
-        y = self.layer(x, graph_only)
-        added = (adapter(x, graph_only) for adapter in self.adapters)
-        return _Added.apply(y, self.rows, graph_only, *added)
+    def forward(self, x: Tensor, skip_output: bool = False) -> Tensor:
+        """Return the frozen layer's output plus the adapters' outputs."""
+        y = self.layer(x, skip_output)
+        added = (adapter(x, skip_output) for adapter in self.adapters)
+        return _Added.apply(y, self.rows, skip_output, *added)
 
 
 class _Added(Function):
-    """Adds to rows of `y` in place. No other function may use or save its input."""
+    """Adds the adapters' outputs to `y` in place; no other function may use or save `y`."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, rows: Sequence[RowSlice], graph_only: bool, *added: Tensor
+        ctx: Any, y: Tensor, rows: Sequence[RowSlice], skip_output: bool, *added: Tensor
     ) -> Tensor:
         ctx.rows = rows
-        if not graph_only:
+        if not skip_output:
             for own, values in zip(rows, added, strict=True):
                 part = _part(y, own)
                 part += values.view(part.shape)
@@ -87,11 +86,11 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # contiguous, as kernels of weight gradients want them
+        # contiguous: weight-gradient kernels need it
         parts = (_part(grad, own).flatten(-3).contiguous() for own in ctx.rows)
         return grad, None, None, *parts
 
 
 def _part(y: Tensor, rows: RowSlice) -> Tensor:
-    """Some rows of y [s, b, out]: [s, b, groups, parts, width]."""
+    """Return a view of the outputs `rows` of y [s, b, out]: [s, b, groups, parts, width]."""
     return y.unflatten(-1, rows.shape)[..., rows.start : rows.stop, :]

@@ -1,6 +1,6 @@
 """Low-rank adapters as the plan and checkpoints see them (LoRA; Hu et al., 2106.09685).
 
-Nothing here needs torch.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from megapipe.layers.specs import ParameterSpec
 
 
 class Lora(NamedTuple):
-    """The adapters of every block."""
+    """Rank, scale and targets of the LoRA adapters, equal in every block."""
 
     rank: int
     scale: float
-    """Of the product of an adapter's matrices, before it is added."""
+    """Factor of an adapter's output, before it is added to the layer's output."""
     targets: tuple[str, ...]
-    """Linear layers, or parts of them, that have an adapter, by the family's names."""
+    """Names of the model's linear layers, or of parts of them, that have an adapter."""
 
     @classmethod
     def of(cls, config: LoraConfig) -> Lora | None:
-        """Return the adapters that `lora.*` asks for, if any; its `targets` are to be resolved."""
+        """Return the adapters that ``lora`` configures, or None. `targets` are as configured, not
+        yet resolved to layers of the model."""
         if config.rank is None:
             return None
         scale = config.alpha / (sqrt(config.rank) if config.rslora else config.rank)
@@ -32,10 +33,10 @@ class Lora(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """Rows of a matrix [out, in] that an adapter adds to.
+    """Rows of a matrix [out, in] that an adapter adds to, for example Q in a fused QKV.
 
-    The rows are seen as [groups, parts, width]: those of some consecutive parts of each group. The
-    size that tensor parallelism splits is given as -1.
+    The rows are viewed as `shape`, [groups, parts, width]; the slice takes the parts from `start`
+    up to `stop` (exclusive) of each group. The size that tensor parallelism splits is given as -1.
     """
 
     shape: tuple[int, int, int]
@@ -43,7 +44,7 @@ class RowSlice(NamedTuple):
     stop: int
 
     def count(self, out: int) -> int:
-        """How many they are of `out`."""
+        """Return the number of selected rows in a matrix of `out` rows."""
         return out // self.shape[1] * (self.stop - self.start)
 
 
@@ -53,11 +54,11 @@ ALL_ROWS = RowSlice((1, 1, -1), 0, 1)
 def adapter(
     name: str, rank: int, inputs: int, outputs: int, *, column: bool
 ) -> Iterator[ParameterSpec]:
-    """The matrices A [rank, inputs] and B [outputs, rank] of an adapter.
+    """Yield the matrices A [rank, inputs] and B [outputs, rank] of an adapter.
 
-    A is drawn uniformly as peft draws it (He et al., 1502.01852, with a slope of sqrt(5)), B is 0.
-    Beside a layer whose rows are split over tp (`column`) so is B, and every rank holds A; beside
-    one whose columns are split so is A, and every rank holds B.
+    Initially A is uniform as in peft (He et al., 1502.01852, with a slope of sqrt(5)), and B is 0.
+    If tp splits the layer's rows (`column`), tp splits the rows of B, and every rank holds A. If tp
+    splits the layer's columns, tp splits the columns of A, and every rank holds B.
     """
     yield ParameterSpec(
         name=f"{name}.lora_a",

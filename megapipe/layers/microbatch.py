@@ -14,57 +14,59 @@ from megapipe.ops.documents import Documents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the global batch, and the coordinates that seed its random numbers.
+    """Samples that pass a stage together, and the coordinates that seed their random numbers.
 
-    `tokens` is there on the first stage, `labels` and `mask` on the last one, each [b, s].
+    `tokens` exist on the first stage, `labels` and `mask` on the last one, each [b, s].
     """
 
     index: int
-    """Number of the micro-batch in the global batch; it has the same rows in every layout."""
+    """Index of the micro-batch in the global batch; its samples are the same in every layout."""
     step: int
     seed: int
     tokens: Tensor | None = None
     labels: Tensor | None = None
     mask: Tensor | None = None
     documents: Documents | None = None
-    """Documents of the tokens up to the last one here; None: attention crosses documents."""
+    """Documents of all tokens up to the last local token; None: attention crosses documents."""
     by_source: Tensor | None = None
-    """[n] fp64, of a mixture of n sources on the last stage, where `mask` is 0 or 1 + the source:
-    takes the sum of the unmasked token losses of each. A loss of the user's leaves it NaN."""
+    """Sums of unmasked token losses of each source of a mixture, [n] fp64, filled on the last
+    stage; `mask` is then 0 or 1 + source. A user-defined loss leaves them NaN."""
     scale: float = 1.0
-    """1 / unmasked tokens of the global batch (0 if there are none)."""
+    """Factor of the summed token losses: 1 / unmasked tokens of the global batch (0 if none)."""
     position_scale: float = 0.0
-    """1 / positions of the global batch, masked ones too, for terms of all of them; like `scale`
-    times a loss scale."""
+    """Factor of loss terms over all positions, such as the auxiliary loss: 1 / number of positions
+    of the global batch, including masked ones. Like `scale`, it includes a loss scale."""
     first_row: int = 0
-    """Number of the first row, where these are some of the micro-batch's rows."""
+    """Index, within the whole micro-batch, of the first sample here. It is above 0 if an operation
+    works on only some of the micro-batch's samples."""
     sample: int = 0
-    """Number of the first row in the global batch."""
+    """Index, within the global batch, of the first sample here."""
     start: int = 0
-    """Number of the first position among those here, where these are a slice of the sequence."""
+    """Index, among the local positions of the whole sequence, of the first token. It is above 0 if
+    the tokens are a later sequence slice."""
     local_positions: LocalPositions | None = None
-    """Which positions of the sequence are here, where it is split over context-parallel ranks; by
-    default all, in order."""
+    """Positions of the local tokens, if context-parallel ranks split the sequence; None: all
+    positions, in order."""
     positions: Tensor | None = None
-    """[s, b]: position of each token, where rows begin with padding (in generation) or positions
-    begin anew in each document; by default they count from `start`."""
+    """[s, b]: position of each token, if samples begin with padding (in generation) or positions
+    restart in each document; by default positions count from `start`."""
     sequence_length: int | None = None
-    """Positions of the whole sequence that are here, given where it is cut into slices."""
+    """Number of local positions of the whole sequence, if it is cut into slices."""
 
     scratch: Scratch = field(default_factory=Scratch, compare=False)
-    """Values of layers, kept until the step ends."""
+    """Values that layers store until the step ends."""
     sequence_scratch: Scratch | None = field(default=None, compare=False)
-    """Values of layers that all slices of the same sequences share; None: sequences are whole."""
+    """Values that layers share between all slices of a sequence; None: sequences are whole."""
     recompute_scratch: Scratch | None = field(default=None, compare=False)
-    """Values that a first forward stores for its recomputation, freed with the graph; None where
-    nothing is to be stored."""
+    """Values that a first forward stores for its recomputation, freed with the autograd graph;
+    None: nothing is stored."""
 
     def storing_for_recompute(self) -> MicroBatch:
-        """Return the same micro-batch with an empty `recompute_scratch`."""
+        """Return a copy of this micro-batch with an empty `recompute_scratch`."""
         return replace(self, recompute_scratch=Scratch())
 
     def positions_of(self, rows: int) -> Positions:
-        """The positions of so many rows of hidden states."""
+        """Return the positions of hidden states [rows, b, h]."""
         if self.local_positions is None:
             return Positions.whole(rows, self.start)
         return self.local_positions.own.rows(self.start, self.start + rows)

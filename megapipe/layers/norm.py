@@ -10,10 +10,12 @@ from megapipe.ops.norm import NormKernel
 
 
 class Norm(nn.Module):
-    """[s(/tp), b, h] -> the same shape; every tp rank holds the weights.
+    """LayerNorm (`centred`) or RMSNorm of [s(/tp), b, h] -> the same shape; every tp rank holds the
+    weights.
 
-    The weight gradient is computed within ``I``: it is a by-product of the input gradient. With
-    sequence parallelism it covers this rank's positions only and is summed over tp once a step.
+    With `offset` the weight is zero-centred: stored as a difference from 1. The weight gradient is
+    computed within ``I``: it is a by-product of the input gradient. With sequence parallelism it
+    covers local positions only, and is summed over tp once a step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory between the forward and the backward."""
+"""Activations that are offloaded to host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from megapipe.layers.policy import BlockPolicy
+from megapipe.layers.activation_policy import BlockPolicy
 from megapipe.layers.recompute import (
     SavePolicy,
     Segment,
@@ -23,11 +23,11 @@ from megapipe.layers.recompute import (
 
 
 class ActivationOffload:
-    """Keeps the tensors that the segments of one stage save for the backward in host memory.
+    """Offloads to host memory the tensors that the segments of one stage save for the backward.
 
-    On CUDA the host's copies are pinned, and copies run on a side stream; the first tensor that
-    the backward of a segment asks for fetches all tensors of that segment, and those of the segment
-    before it ahead of their use.
+    On CUDA the host's copies are pinned, and copies run on a side stream. As soon as a segment's
+    backward needs one of its tensors, all tensors of the segment are fetched, and the tensors of
+    the previous segment are prefetched.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ActivationOffload:
         self._side: _Side | None = None
 
     def begin(self) -> None:
-        """Begin a forward: its first segment has none before it to fetch ahead."""
+        """Start a forward, whose first segment has no previous segment to prefetch."""
         self._last = None
 
     def offload(
@@ -45,32 +45,32 @@ class ActivationOffload:
         x: Tensor,
         /,
         *rest: Any,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
-        """Run `segment` as `inner` does, but keep in host memory the activations that it saves.
+        """Run `segment` with the policy `inner`, but offload the activations that it saves.
 
-        Parameters stay on the device, and so do tensors that need no gradient: tables, masks,
-        statistics of norms.
+        Parameters stay on the device, and so do tensors that need no gradient, such as rotary
+        tables, masks and norm statistics.
         """
         if not torch.is_grad_enabled():
-            return inner(segment, x, *rest, graph_only=graph_only)
+            return inner(segment, x, *rest, skip_output=skip_output)
         if x.is_cuda and self._side is None:
             self._side = _Side(x.device)
         parcel = _Parcel(self._last, self._side)
         with saved_tensors_hooks(parcel.pack, parcel.unpack):
-            y = inner(segment, x, *rest, graph_only=graph_only)
+            y = inner(segment, x, *rest, skip_output=skip_output)
         parcel.close()
         self._last = weakref.ref(parcel)
         return y
 
 
 class _Side:
-    """The stream of the copies of one stage on CUDA, and the pinned memory that they use in turn.
+    """Side stream for the copies of one stage on CUDA, and the pool of pinned memory that they use.
 
-    Memory whose bytes nobody needs any more is taken for the next copy of that size at once, as the
-    stream carries the copies out in order. So there is as much of it as is held at a time, however
-    far the device is behind, and after the first step none is made: that may wait for all that runs
-    on the device, a receive included.
+    The stream runs copies in order, so pinned memory that is returned serves the next copy of the
+    same size at once. So the pool is as large as the activations offloaded at a time, however far
+    the device is behind. After the first step nothing is allocated: an allocation may wait for all
+    running work on the device, receives included.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,17 +78,17 @@ class _Side:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
-        """Pinned memory of so many bytes."""
+        """Return pinned memory of `nbytes` bytes, from the pool if possible."""
         free = self._free[nbytes]
         return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def give_back(self, host: Tensor) -> None:
-        """Of these bytes no further copy will begin."""
+    def release(self, host: Tensor) -> None:
+        """Return pinned memory to the pool: no further copy will read or write it."""
         self._free[len(host)].append(host)
 
 
 class _Copy:
-    """A storage's bytes in host memory, and on the device again once they are asked for."""
+    """Host copy of a storage's bytes, which are fetched to the device when needed."""
 
     def __init__(self, storage: torch.UntypedStorage, side: _Side | None) -> None:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -96,7 +96,7 @@ class _Copy:
         self.device = storage.device
         self.side: _Side | None = None
         self.fetched: Tensor | None = None
-        """The bytes on the device, in memory of the stream that computes."""
+        """Bytes on the device, in memory of the compute stream; None until they are fetched."""
         self.arrived: torch.cuda.Event | None = None
         if side is None:
             host = "meta" if source.is_meta else "cpu"
@@ -104,14 +104,14 @@ class _Copy:
             self.host.copy_(source)
             return
         self.host, stream = side.take(len(source)), side.stream
-        self.side = side  # to which there is something to give back now
+        self.side = side  # from now on there is memory to give back
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.host.copy_(source, non_blocking=True)
         source.record_stream(stream)
 
     def fetch(self) -> None:
-        """Begin to copy to the device, unless that has begun."""
+        """Start to copy the bytes to the device, unless the copy has started."""
         if self.fetched is not None:
             return
         self.fetched = torch.empty_like(self.host, device=self.device)
@@ -119,13 +119,13 @@ class _Copy:
             self.fetched.copy_(self.host)
             return
         stream = self.side.stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # used it before
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # which used the memory before
         with torch.cuda.stream(stream):
             self.fetched.copy_(self.host, non_blocking=True)
         self.arrived = stream.record_event()
 
     def take(self) -> torch.UntypedStorage:
-        """The bytes on the device, for the current stream."""
+        """Return the storage on the device, ready for the current stream."""
         self.fetch()
         assert self.fetched is not None
         self._await_arrival()
@@ -136,13 +136,13 @@ class _Copy:
             torch.cuda.current_stream(self.device).wait_event(self.arrived)
 
     def __del__(self) -> None:
-        self._await_arrival()  # of bytes that nobody took: their memory is used again
+        self._await_arrival()  # fetched bytes may not have been taken, and their memory is reused
         if self.side is not None:
-            self.side.give_back(self.host)
+            self.side.release(self.host)
 
 
 class _View(NamedTuple):
-    """A tensor that was saved, as a view of a copied storage."""
+    """A saved tensor, as a view of a copied storage."""
 
     copy: _Copy
     dtype: torch.dtype
@@ -152,22 +152,22 @@ class _View(NamedTuple):
 
 
 class _Parcel:
-    """Tensors that one segment saved in one forward. Alive as long as the graph that saved them."""
+    """Tensors that one segment saved in one forward; they live as long as the segment's graph."""
 
     def __init__(self, previous: weakref.ref[_Parcel] | None, side: _Side | None) -> None:
         self.previous = previous
         self.side = side
         self.copies: list[weakref.ref[_Copy]] = []
-        """Weak: a copy lives as long as the saved tensors that are views of it."""
+        """Weak references: a copy lives as long as the saved tensors that are views of it."""
         self._open: dict[int, tuple[torch.UntypedStorage, _Copy]] = {}
-        """Identity -> a storage and its copy; holding it keeps its identity from being given away
-        while the segment runs."""
+        """Each storage and its copy, by the storage's identity. Holding the storage prevents reuse
+        of the identity while the segment runs."""
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         if isinstance(tensor, Parameter) or not tensor.requires_grad:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        identity = storage._cdata  # on the meta device no storage has an address
+        identity = storage._cdata  # on the meta device storages have no address
         if identity not in self._open:
             self._open[identity] = storage, _Copy(storage, self.side)
             self.copies.append(weakref.ref(self._open[identity][1]))
@@ -175,7 +175,7 @@ class _Parcel:
         return _View(copy, tensor.dtype, offset, tensor.size(), tensor.stride())
 
     def close(self) -> None:
-        """The segment has run: let go of what it saved."""
+        """Free the storages that were held while the segment ran."""
         self._open.clear()
 
     def fetch(self) -> None:
@@ -196,9 +196,9 @@ class _Parcel:
 
 
 def save_policy(policy: BlockPolicy, module: str, host: ActivationOffload) -> SavePolicy:
-    """The way of keeping that `policy` has for a module of a block; `host` is the stage's."""
-    again: SavePolicy = recompute
-    if policy.keeps_attention and module in ("block", "attention"):
-        again = recompute_except_attention
-    inner = again if module in policy.recompute else save_all
+    """Return the SavePolicy of a block's `module` under `policy`. `host` is the stage's offload."""
+    recompute_policy: SavePolicy = recompute
+    if policy.saves_attention and module in ("block", "attention"):
+        recompute_policy = recompute_except_attention
+    inner = recompute_policy if module in policy.recompute else save_all
     return partial(host.offload, inner) if module in policy.offload else inner

@@ -1,7 +1,7 @@
-"""The parameters of a rank: its regions of global tensors.
+"""Parameters of a rank: its regions of global tensors.
 
-A rank has one region of a tensor, or some indices of its first dimension that need not be
-neighbours and may change (:class:`OwnedIndices`). Whoever saves, loads or compares values asks
+A rank has one region of a tensor, or some indices of its first dimension (experts) that need not be
+adjacent and may change (:class:`OwnedIndices`). Code that saves, loads or compares values uses
 :meth:`LocalParameter.global_regions`.
 """
 
@@ -34,7 +34,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the layers of one stage are split over tp, their weight-gradient queue, their kernels."""
+    """Split of one stage's layers over tp, their weight-gradient queue, and their kernels."""
 
     tp: Axis
     sequence_parallel: bool
@@ -43,47 +43,48 @@ class Sharding:
     kernels: Kernels = field(default_factory=Kernels)
 
     sequence: Axis = field(default_factory=Axis.alone)
-    """The ranks with parts of the same sequences, which are of tp and of cp."""
+    """Group of the tp and cp ranks that hold parts of the same sequences."""
     tp_replica: int = 0
-    """Which of the tensor-parallel ranks that compute the same this is, where `tp` is one alone."""
+    """Index of this rank among the tp ranks on which a layer is replicated (:meth:`unsplit`); `tp`
+    is then a group of one rank. 0 for split layers."""
 
     def unsplit(self) -> Sharding:
-        """For a layer that every tensor-parallel rank computes alike."""
+        """Return the sharding of a layer that is replicated on all tensor-parallel ranks."""
         return replace(self, tp=Axis.alone(), sequence_parallel=False, tp_replica=self.tp.index)
 
     @cached_property
     def sequence_split(self) -> bool:
-        """Whether activations between tensor-parallel regions hold s / tp positions."""
+        """Whether activations between tensor-parallel layers have only s / tp positions."""
         return self.sequence_parallel and self.tp.size > 1
 
 
 class OwnedIndices(Protocol):
-    """Indices of the first dimension of a tensor that a rank owns, which may change."""
+    """Indices of a tensor's first dimension (experts) that a rank owns; they may change."""
 
     def ranges(self) -> Iterator[range]:
-        """Yield the indices in order, neighbouring ones together."""
+        """Yield the indices in ascending order; consecutive indices form one range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter(ParameterSpec):
     """A parameter, and the region of it that this rank holds.
 
-    The region may reach beyond `shape` where the vocabulary is padded. `sequence_partial` is false
-    where this run does not split activations by sequence, `heads_partial` where it splits no heads.
+    The region may extend beyond `shape` if the vocabulary is padded. `sequence_partial` is false
+    without sequence parallelism, `heads_partial` without tensor parallelism.
     """
 
     offsets: tuple[int, ...]
-    """Where the region begins; 0 in the first dimension where `owners` has the indices."""
+    """Start of the region in each dimension; 0 in the first dimension if `owners` is given."""
     sizes: tuple[int, ...]
     owners: OwnedIndices | None = field(default=None, compare=False, repr=False)
-    """Indices of the first dimension that the rank has, of a parameter that is split over ep."""
+    """Owned indices of the first dimension, for a parameter of experts that is split over ep."""
     is_primary: bool = True
-    """This rank counts what it owns of it in norms and writes it to checkpoints: of the ranks of
-    tp or etp that hold the same values only the first does."""
+    """Whether this rank counts the values in norms and writes them to checkpoints. Among tp or etp
+    ranks with equal values, only the first is primary."""
 
     @cached_property
     def grad_is_partial(self) -> bool:
-        """Whether this rank's gradient is one of the parts that are summed over tp."""
+        """Whether this rank's gradient is a partial sum, still to be summed over tp."""
         return self.sequence_partial or self.heads_partial
 
     @property
@@ -93,21 +94,23 @@ class LocalParameter(ParameterSpec):
     def global_regions(
         self, local: Region | None = None
     ) -> Iterator[tuple[tuple[slice, ...], Region]]:
-        """Where the global tensor has a region of this rank's, by default all of it: an index into
-        that, and the region there, one after the other. Padding is nowhere."""
+        """Map a local region, by default the whole parameter, to the global tensor. Yield pairs of
+        an index into the local region and a global region. Padding is left out."""
         local = local or whole(self.sizes)
-        for here, there in self._parts():
-            common = intersect(here, local)
+        for local_region, global_region in self._parts():
+            common = intersect(local_region, local)
             if common is None:
                 continue
-            moved = Region(_added(common.offsets, there.offsets, here.offsets), common.sizes)
+            moved = Region(
+                _added(common.offsets, global_region.offsets, local_region.offsets), common.sizes
+            )
             region = intersect(moved, whole(self.shape))
             if region is not None:
                 back = _added(region.offsets, common.offsets, moved.offsets)
                 yield Region(back, region.sizes).inside(local), region
 
     def _parts(self) -> Iterator[tuple[Region, Region]]:
-        """Regions of this rank's tensor with what they are in the global one, or beyond it."""
+        """Yield each local region with its global region, which may exceed the global tensor."""
         if self.owners is None:
             yield whole(self.sizes), Region(self.offsets, self.sizes)
             return
@@ -119,8 +122,8 @@ class LocalParameter(ParameterSpec):
 
     def initialise(self, out: Tensor, seed: int) -> None:
         """Fill `out`, of shape `sizes`, with this rank's part of the global initial tensor."""
-        for here, there in self._parts():
-            self._initialise(out[here.inside(whole(self.sizes))], there, seed)
+        for local_region, global_region in self._parts():
+            self._initialise(out[local_region.inside(whole(self.sizes))], global_region, seed)
 
     def _initialise(self, out: Tensor, region: Region, seed: int) -> None:
         if self.initial is not None:
@@ -144,23 +147,24 @@ def local_parameter(
     counted: bool,
     owners: OwnedIndices | None = None,
 ) -> LocalParameter:
-    """Describe a parameter of which this rank holds the `region` of these offsets and sizes."""
-    given = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
-    given["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
-    given["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
+    """Return `spec` with this rank's `region`, as (offsets, sizes). `counted` says whether the rank
+    is primary: whether it counts the values in norms and writes them to checkpoints."""
+    values = {field.name: getattr(spec, field.name) for field in fields(ParameterSpec)}
+    values["sequence_partial"] = spec.sequence_partial and sharding.sequence_split
+    values["heads_partial"] = spec.heads_partial and sharding.tp.size > 1
     offsets, sizes = region
-    return LocalParameter(**given, offsets=offsets, sizes=sizes, owners=owners, is_primary=counted)
+    return LocalParameter(**values, offsets=offsets, sizes=sizes, owners=owners, is_primary=counted)
 
 
 def make_parameter(local: LocalParameter, dtype: torch.dtype) -> Parameter:
-    """Make a parameter without storage yet: :mod:`megapipe.optim.buffers` gives it its place."""
+    """Make a parameter without storage; :mod:`megapipe.optim.buffers` assigns the storage."""
     parameter = Parameter(torch.empty(local.sizes, dtype=dtype, device="meta"))
     cast(Any, parameter).spec = local
     return parameter
 
 
 def new_parameter(sharding: Sharding, spec: ParameterSpec) -> Parameter:
-    """Make a parameter that is split over tp, or held by each of its ranks, without storage yet."""
+    """Make a parameter that is split over tp or whole on all tp ranks, without storage yet."""
     tp, sizes = sharding.tp, spec.local_shape(sharding.tp.size)
     offsets = [0] * len(sizes)
     if spec.split_dim is not None:

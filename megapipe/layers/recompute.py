@@ -1,16 +1,17 @@
-"""How a segment of a model keeps what its backward needs.
+"""How a segment of a model saves what its backward needs.
 
-A segment is a function from one tensor to one tensor. It can :func:`save_all` what autograd saves,
-:func:`recompute` it in the backward from its input (Chen et al., 1604.06174; of modules of a layer:
-Korthikanti et al., 2205.05198), or offload what it would keep to host memory
-(:class:`~megapipe.layers.offload.ActivationOffload`).
+A segment is a function from one tensor to one tensor. One of three policies decides what it saves.
+With :func:`save_all`, autograd saves what it needs. With :func:`recompute`, the backward computes
+the segment again from its input (Chen et al., 1604.06174; modules of a layer: Korthikanti et al.,
+2205.05198). With :class:`~megapipe.layers.offload.ActivationOffload`, saved tensors are offloaded
+to host memory.
 
-Segments end in one of the project's linear layers, which queue their weight gradients
-(:mod:`megapipe.layers.weight_grad`). A segment that is run again has ``graph_only`` set: the linear
-layer at its end is given what it needs for the backward, but its product, whose value nobody
-needs, is left out. So recomputing a norm costs a norm, and recomputing an activation function
-costs just that, while the output of either exists from ``I`` to ``W`` only. The graph is walked
-once, in ``I``, so a segment is run again once per micro-batch however the backward is split.
+Segments end in one of megapipe's linear layers, which queue their weight gradients
+(:mod:`megapipe.layers.weight_grad`). Recomputation sets ``skip_output``: the last linear layer gets
+the input that its backward needs, but skips its product, whose value is not needed. So recomputing
+a norm costs only a norm, and recomputing an activation function costs only the function. The
+outputs of both exist only from ``I`` to ``W``. The graph is walked once, in ``I``, so a segment is
+recomputed once per micro-batch however the backward is split.
 """
 
 from __future__ import annotations
@@ -24,44 +25,42 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-"""The core of torch.autograd.backward, without its fifty calls of preparation."""
+"""Core of torch.autograd.backward, without the fifty Python calls that prepare it."""
 
 
 Segment = Callable[..., Tensor]
-"""(x, *rest, graph_only) -> y; with `graph_only` the output has no value."""
+"""Function (x, *rest, skip_output) -> y; with `skip_output` y has a graph but no values."""
 
 
 class SavePolicy(Protocol):
-    """A way to run a segment that decides what is kept for its backward, such as
-    :func:`save_all`."""
+    """Runs a segment and decides what is saved for its backward, e.g. :func:`save_all`."""
 
     def __call__(
-        self, segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = ...
+        self, segment: Segment, x: Tensor, /, *rest: Any, skip_output: bool = ...
     ) -> Tensor: ...
 
 
-def save_all(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
-    """Keep all that autograd saves."""
-    return segment(x, *rest, graph_only=graph_only)
+def save_all(segment: Segment, x: Tensor, /, *rest: Any, skip_output: bool = False) -> Tensor:
+    """Run the segment, and save all that autograd saves."""
+    return segment(x, *rest, skip_output=skip_output)
 
 
-def recompute(segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False) -> Tensor:
-    """Keep x alone, and run the segment again in the backward.
+def recompute(segment: Segment, x: Tensor, /, *rest: Any, skip_output: bool = False) -> Tensor:
+    """Save only x, and recompute the segment in the backward.
 
-    Random numbers are functions of coordinates (:mod:`megapipe.layers.rng`), so the
-    second run has the values of the first one bitwise.
+    Random numbers are functions of coordinates (:mod:`megapipe.layers.rng`), so the recomputation
+    is bitwise equal to the first run.
     """
-    assert not graph_only, "a segment that is run again holds a segment that is, too"
+    assert not skip_output, "a recomputed segment contains another recomputed segment"
     return _Recomputed.apply(x, segment, rest)
 
 
 def recompute_except_attention(
-    segment: Segment, x: Tensor, /, *rest: Any, graph_only: bool = False
+    segment: Segment, x: Tensor, /, *rest: Any, skip_output: bool = False
 ) -> Tensor:
-    """The same of a segment that attends, whose second argument is the micro-batch: results of
-    attention are kept, too, and found again in the second run (the checkpoints of DistFlashAttn,
-    2310.03294)."""
-    assert not graph_only, "a segment that is run again holds a segment that is, too"
+    """Recompute an attention segment in the backward, but not attention itself: its output and LSE
+    are saved (DistFlashAttn, 2310.03294). The segment's second argument is the micro-batch."""
+    assert not skip_output, "a recomputed segment contains another recomputed segment"
     mb, *others = rest
     return _Recomputed.apply(x, segment, (mb.storing_for_recompute(), *others))
 
@@ -79,7 +78,7 @@ class _Recomputed(Function):
         x = x.detach().requires_grad_()
         rest, ctx.rest = ctx.rest, ()
         with torch.enable_grad():
-            y = ctx.segment(x, *rest, graph_only=True)
+            y = ctx.segment(x, *rest, skip_output=True)
         del rest
         edge = get_gradient_edge(y)
         del y
@@ -90,15 +89,15 @@ class _Recomputed(Function):
 class StageInput:
     """Receives the gradient of a stage's input without holding the input.
 
-    A leaf, the usual input of a graph, is held by its gradient accumulator; here the graph alone
-    holds the input, so it can be offloaded.
+    A leaf, the usual input of a graph, is held by its gradient accumulator. With this class only
+    the graph holds the input, so it can be offloaded.
     """
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
     def of(self, x: Tensor) -> Tensor:
-        """`x` as the input of a graph; a backward leaves its gradient in `grad`."""
+        """Return `x` as the input of a graph; a backward writes its gradient to `grad`."""
         return _Entrance.apply(x.new_empty(0).requires_grad_(), x, self)
 
 

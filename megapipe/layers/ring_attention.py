@@ -1,9 +1,10 @@
-"""Causal attention of queries to keys that are split over ranks, as a plan says.
+"""Causal attention over queries and keys that are split over ranks, following a ring plan.
 
-Each rank holds rows of queries and of keys (with values). In every round it computes one block of
-the plan, while the blocks of later rounds are on their way. Nobody ever has all keys, and no scores
-outlive a kernel. Ring Attention (2310.01889) is one such plan; :mod:`megapipe.context.plans` has
-all.
+In every round a rank computes attention of one rank's queries with one rank's keys and values, as
+the plan says. Meanwhile tensors for later rounds are in flight. A *bundle* is what is sent: one
+rank's queries, or its keys and values. No rank has all keys, unless the plan gathers them, and
+scores exist only inside a kernel. Ring Attention (2310.01889) is one such plan;
+:mod:`megapipe.context.plans` has all plans.
 """
 
 from __future__ import annotations
@@ -18,45 +19,45 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megapipe.context.plan import UNDER_WAY, Kind, Message, Plan, RankPlan, What
+from megapipe.context.plan import MAX_IN_FLIGHT, Kind, Message, Plan, RankPlan, What
 from megapipe.context.tensors import RingTensors
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.collectives import all_gather, reduce_scatter
 from megapipe.distributed.exchange import PeerMessage, PendingExchange, start_exchange
-from megapipe.layers.block_calls import AttentionTile, TileRows, heads_of, lse_of, rows_of
-from megapipe.ops.block_attention import TileKernel, accumulation, merge, output_along
-from megapipe.ops.packed_kernels import PackedTileKernel
+from megapipe.layers.attention_tiles import AttentionTile, TileRows, heads_of, lse_of, rows_of
+from megapipe.ops.packed_tile_kernels import PackedTileKernel
+from megapipe.ops.tile_attention import TileKernel, accumulation, merge, output_along
 
 Tensors = tuple[Tensor, ...]
 Results = tuple[Tensor, Tensor]
 """Output [s, b, heads, d] and LSE [b, heads, s]."""
 Bundle = tuple[Kind, int]
-"""Its kind and its home."""
+"""Key of a bundle: its kind (queries, or keys and values), and the rank that owns it."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks over which positions are split while attending, and what they do."""
+    """Ranks over which positions are split during attention, their plans and kernels."""
 
     axis: Axis
     forward: Plan
     backward: Plan
-    """That of the forward, or one in which queries travel in the place of keys."""
+    """Plan of the backward: the forward plan, or a plan that sends queries instead of keys."""
     gathers: bool
-    """Keys are gathered at once, in the place of their visits."""
+    """Whether all keys and values are all-gathered at once, instead of passed around the ring."""
     kernel: TileKernel
     packed: PackedTileKernel | None = None
-    """Computes many blocks in one call, where attention ends at documents."""
+    """Kernel that computes many tiles in one call, if attention ends at document boundaries."""
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring, rows: TileRows, known: Results | None = None
 ) -> tuple[Tensor, Results]:
-    """q [s, b, heads, d], k and v [t, b, groups, d] of this rank's rows -> [s, b, heads, d].
+    """Compute this rank's attention: q [s, b, heads, d], k and v [t, b, groups, d] -> like q.
 
-    Also returns output and LSE by themselves, which may be given as `known` to a second call with
-    the same inputs: that computes nothing but what its backward needs. All members of the ring call
-    it, and its backward, in the same order.
+    Also return the detached output and the LSE. A recomputation passes them as `known`, and the
+    same inputs: nothing is computed then, only the backward is prepared. All members of the ring
+    must call this function, and its backward, in the same order.
     """
     y, lse = _RingAttention.apply(q, k, v, ring, rows, known)
     return y, (y.detach(), lse)
@@ -93,12 +94,12 @@ class _RingAttention(Function):
 class _Run(ABC):
     """One rank's part of a plan, forward or backward.
 
-    Queries are [s, b, heads, d] and keys [t, b, groups, d], here and on the way. The host waits for
-    no message, only what is queued on the GPU does.
+    Queries are [s, b, heads, d] and keys [t, b, groups, d], also in messages. The host never waits
+    for a message; only work queued on the GPU does.
     """
 
     backward: ClassVar[bool]
-    """Whether it runs the plan of the backward."""
+    """Whether the class runs the plan of the backward."""
 
     def __init__(
         self,
@@ -120,10 +121,10 @@ class _Run(ABC):
         self._incoming: dict[tuple[str, Bundle], list[Message]] = defaultdict(list)
         for message in (each for exchange in self.messages for each in exchange):
             if message.target == self.me:
-                self._incoming[message.what, (message.kind, message.home)].append(message)
+                self._incoming[message.what, (message.kind, message.owner)].append(message)
 
     def rounds(self) -> None:
-        """Exchange and compute, until all is done but what comes home."""
+        """Run all rounds of exchange and computation, but do not wait for partial results."""
         if self.ring.gathers:
             self._gather()
         for number in range(max(len(self.pairs), len(self.messages))):
@@ -136,21 +137,22 @@ class _Run(ABC):
                 del self._bundles[bundle]
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends are complete."""
         for exchange in self._sent:
             exchange.sent()
 
-    def bundle(self, kind: Kind, home: int) -> Tensors:
-        """The tensors of the home of a bundle, once they are here."""
-        key = kind, home
-        if home == self.me:
+    def bundle(self, kind: Kind, owner: int) -> Tensors:
+        """Wait for the queries, or the keys and values, of rank `owner`; return their tensors."""
+        key = kind, owner
+        if owner == self.me:
             return self.own(kind)
         if key not in self._bundles:
             (self._bundles[key],) = self.arrived("bundle", key)
         return self._bundles[key]
 
     def arrived(self, what: str, bundle: Bundle) -> list[Tensors]:
-        """Tensors that have come of a bundle, in the order of its visits; waits for them."""
+        """Wait for the messages of kind `what` about a bundle; return their tensors in the plan's
+        order of senders."""
         found = []
         order = [visit.rank for visit in self.plan.visits[bundle]]
         for message in sorted(self._incoming[what, bundle], key=lambda m: order.index(m.source)):
@@ -160,7 +162,7 @@ class _Run(ABC):
         return found
 
     def _exchange(self, number: int) -> None:
-        """Send and expect the messages before a round, or after the last."""
+        """Start the messages before round `number`, or after the last round."""
         messages = self.messages[number] if number < len(self.messages) else ()
         sends = [
             PeerMessage(tensor.contiguous(), message.target)
@@ -168,7 +170,7 @@ class _Run(ABC):
             if message.source == self.me
             for tensor in self.content(message)
         ]
-        while len(self._sent) >= UNDER_WAY:
+        while len(self._sent) >= MAX_IN_FLIGHT:
             self._sent.pop(0).sent()
         expected = {m: self.memory(m.what, m.kind) for m in messages if m.target == self.me}
         receives = [
@@ -182,17 +184,17 @@ class _Run(ABC):
             self._arriving[message] = tensors, exchange
 
     def _gather(self) -> None:
-        """All keys at once."""
+        """Gather keys and values of all ranks with one all-gather."""
         own = torch.stack(self.own("keys")).unsqueeze(0)  # [1, 2, t, b, groups, d]
-        for home, pair in enumerate(all_gather(own, self.ring.axis)):
-            self._bundles["keys", home] = (pair[0], pair[1])
+        for owner, pair in enumerate(all_gather(own, self.ring.axis)):
+            self._bundles["keys", owner] = (pair[0], pair[1])
 
     def calls(self, queries: int, keys: int) -> Iterator[AttentionTile]:
-        """Of kernels, for the scores of a pair of bundles."""
+        """Yield the kernel calls for queries of rank `queries` with keys of rank `keys`."""
         return self.rows.calls(queries, keys, self.ring.kernel, self.ring.packed)
 
     def memory(self, what: What, kind: Kind) -> Tensors:
-        """Allocate the tensors of a message."""
+        """Allocate the tensors of a message, or of an accumulator of the same shapes."""
         (q, *_), (k, *_) = self._own["queries"], self._own["keys"]
         tensors = RingTensors(q.shape, k.shape).carried(what, kind, backward=self.backward)
         types = {False: q.dtype, True: accumulation(q.dtype)}
@@ -200,15 +202,15 @@ class _Run(ABC):
 
     @abstractmethod
     def own(self, kind: Kind) -> Tensors:
-        """This rank's bundle."""
+        """Return this rank's queries, or its keys and values, as they are sent."""
 
     @abstractmethod
     def compute(self, queries: int, keys: int) -> None:
-        """Compute a pair of bundles, by their homes."""
+        """Compute attention of the queries of rank `queries` with the keys of rank `keys`."""
 
     @abstractmethod
     def content(self, message: Message) -> Tensors:
-        """The tensors that this rank sends."""
+        """Return the tensors of a message that this rank sends."""
 
 
 class _Forward(_Run):
@@ -218,10 +220,10 @@ class _Forward(_Run):
         own: dict[Kind, Tensors] = {"queries": (q,), "keys": (k, v)}
         super().__init__(ring, rows, ring.forward, ring.forward.forward_parts, own)
         self._results: dict[int, Tensors] = {}
-        """By home of queries: output [s, b, heads, d] and LSE [b, heads, s] so far."""
+        """Output [s, b, heads, d] and LSE [b, heads, s] so far, by the queries' owner."""
 
     def run(self) -> Tensors:
-        """Output and LSE of this rank's queries, in the type of accumulation."""
+        """Return output and LSE of this rank's queries, in the accumulation type."""
         self.rounds()
         out, lse = self._result(self.me)
         for partial, its_lse in self.arrived("partial", ("queries", self.me)):
@@ -247,14 +249,14 @@ class _Forward(_Run):
     def _result(self, queries: int) -> Tensors:
         if queries not in self._results:
             out, lse = self.memory("partial", "queries")
-            self._results[queries] = out.zero_(), lse.fill_(float("-inf"))  # nothing seen yet
+            self._results[queries] = out.zero_(), lse.fill_(float("-inf"))  # no key seen yet
         return self._results[queries]
 
     def content(self, message: Message) -> Tensors:
         if message.what == "bundle":
-            return self.bundle(message.kind, message.home)
-        self._result(message.home)
-        return self._results.pop(message.home)
+            return self.bundle(message.kind, message.owner)
+        self._result(message.owner)
+        return self._results.pop(message.owner)
 
 
 class _Backward(_Run):
@@ -275,16 +277,17 @@ class _Backward(_Run):
         super().__init__(ring, rows, ring.backward, ring.backward.backward_parts, own)
         self._out = out
         self._grads: dict[Bundle, Tensors] = {}
-        """Sums so far of q's, or of k's and v's, in the type of accumulation."""
+        """Gradients of each bundle's tensors, (q,) or (k, v), summed so far, in the accumulation
+        type."""
         self._of_all: Tensor | None = None
-        """Those of all keys, where these are gathered: [n, 2, t, b, groups, d]."""
+        """Gradients of all keys and values, if keys are gathered: [n, 2, t, b, groups, d]."""
         if ring.gathers:
             self._of_all = k.new_zeros((ring.axis.size, 2, *k.shape), dtype=accumulation(k.dtype))
-            for home, pair in enumerate(self._of_all):
-                self._grads["keys", home] = pair[0], pair[1]
+            for owner, pair in enumerate(self._of_all):
+                self._grads["keys", owner] = pair[0], pair[1]
 
     def run(self) -> Tensors:
-        """Gradients of this rank's queries, keys and values, in the type of accumulation."""
+        """Return the gradients of local queries, keys and values, in the accumulation type."""
         self.rounds()
         (q,) = self._sum("queries", self.me)
         if self._of_all is None:
@@ -295,8 +298,9 @@ class _Backward(_Run):
         return q, k, v
 
     def own(self, kind: Kind) -> Tensors:
-        """Queries are Q, the gradient of the output, LSE and the dot products of that gradient and
-        the output, which are less than the output itself (BurstAttention, 2403.09347)."""
+        """Return this rank's queries, or its keys and values, as they are sent. Queries are sent
+        with the output's gradient, the LSE and, instead of the output, its dot products with the
+        gradient, which are smaller (BurstAttention, 2403.09347)."""
         if kind == "queries":
             _, grad, _ = self._own[kind]
             high = accumulation(grad.dtype)
@@ -313,25 +317,28 @@ class _Backward(_Run):
         grads = self._grads_of("queries", queries), self._grads_of("keys", keys)
         for call in self.calls(queries, keys):
             for entry, found in call.backward(grad, q, k, v, out, lse):
-                places = (entry.queries, entry.keys, entry.keys)
-                for total, here, part in zip((*grads[0], *grads[1]), places, found, strict=True):
+                row_ranges = (entry.queries, entry.keys, entry.keys)
+                for total, here, part in zip(
+                    (*grads[0], *grads[1]), row_ranges, found, strict=True
+                ):
                     rows_of(total, here, entry).add_(part)
 
-    def _grads_of(self, kind: Kind, home: int) -> Tensors:
-        if (kind, home) not in self._grads:
-            self._grads[kind, home] = tuple(x.zero_() for x in self.memory("gradient", kind))
-        return self._grads[kind, home]
+    def _grads_of(self, kind: Kind, owner: int) -> Tensors:
+        if (kind, owner) not in self._grads:
+            self._grads[kind, owner] = tuple(x.zero_() for x in self.memory("gradient", kind))
+        return self._grads[kind, owner]
 
-    def _sum(self, kind: Kind, home: int) -> Tensors:
-        """The sum of what was found here and on the way to here, which is let go of."""
-        totals = self._grads_of(kind, home)
-        del self._grads[kind, home]
-        for parts in self.arrived("gradient", (kind, home)):
+    def _sum(self, kind: Kind, owner: int) -> Tensors:
+        """Return the sum of local and received gradients of a bundle of rank `owner`, and free
+        both."""
+        totals = self._grads_of(kind, owner)
+        del self._grads[kind, owner]
+        for parts in self.arrived("gradient", (kind, owner)):
             for total, part in zip(totals, parts, strict=True):
                 total.add_(part)
         return totals
 
     def content(self, message: Message) -> Tensors:
         if message.what == "bundle":
-            return self.bundle(message.kind, message.home)
-        return self._sum(message.kind, message.home)
+            return self.bundle(message.kind, message.owner)
+        return self._sum(message.kind, message.owner)

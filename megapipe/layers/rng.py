@@ -1,8 +1,8 @@
 """Random numbers as functions of coordinates, not of history.
 
-Every draw is seeded by what it is for: (run seed, purpose, step, global micro-batch, layer, and
-the tp rank where the tensor is split). Nothing per rank needs saving, and recomputation and any
-order of the schedule give the same numbers. The device's generator is put back afterwards.
+Every draw is seeded by its coordinates: (run seed, purpose, step, global micro-batch, layer, and
+the tp rank if the tensor is split). No state per rank needs saving, and recomputation and any order
+of the schedule give the same numbers. The device's generator is restored afterwards.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TILE_ROWS, TILE_COLUMNS = 64, 512
 
 
 def seed_of(*coordinates: int | str) -> int:
-    """A 63-bit seed from coordinates; different coordinates give independent streams."""
+    """Return a 63-bit seed from coordinates; different coordinates give independent streams."""
     text = "\x1f".join(map(str, coordinates)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Run with the device's default generator at `seed`, and restore it."""
+    """Seed the device's default generator inside the context; restore its state afterwards."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generator = torch.cuda.default_generators[index]
@@ -40,10 +40,10 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def uniform(seed: int, numbers: Tensor) -> Tensor:
-    """A value in [0, 1) for each of `numbers`, int64: a function of it and of the seed alone, fp32.
+    """Return a random fp32 value in [0, 1) for each int64 of `numbers`, from the number and `seed`.
 
-    The value is made of the first 24 bits of splitmix64 (Steele et al., 2014), which is a few
-    operations on whole numbers of 64 bits that wrap, on any device.
+    The value is the first 24 bits of splitmix64 (Steele et al., 2014): a few wrapping operations on
+    64-bit integers, on any device.
     """
     mixed = numbers * _signed(0x9E3779B97F4A7C15) + seed
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -52,12 +52,12 @@ def uniform(seed: int, numbers: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The number of 64 bits as torch has it."""
+    """Convert an unsigned 64-bit number to the signed number with the same bits."""
     return number - (number >> 63 << 64)
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift int64 numbers right by `bits`, filling with zeros."""
     return (numbers >> bits) & ((1 << 64 - bits) - 1)
 
 
@@ -69,7 +69,7 @@ def draw_normal(
     offsets: tuple[int, ...],
     std: float,
 ) -> None:
-    """Fill `out` with the region at `offsets` of the tensor `name` drawn from N(0, std^2)."""
+    """Fill `out` with the region at `offsets` of a global tensor `name` drawn from N(0, std^2)."""
     _draw(out, seed, name, shape, offsets, std, _normal_tile)
 
 
@@ -81,7 +81,8 @@ def draw_uniform(
     offsets: tuple[int, ...],
     bound: float,
 ) -> None:
-    """The same, of values that are uniform between -bound and bound."""
+    """Fill `out` with the region at `offsets` of a global tensor `name` drawn from [-bound,
+    bound]."""
     _draw(out, seed, name, shape, offsets, bound, _uniform_tile)
 
 
@@ -102,12 +103,12 @@ def _draw(
     scale: float,
     draw_tile: Callable[[torch.Generator], Tensor],
 ) -> None:
-    """Fill `out` with a region of the tensor `name`, whose values are `scale` times those of tiles.
+    """Fill `out` with a region of the tensor `name`, whose values are `scale` times random tiles.
 
-    The global tensor consists of 2-D tiles of TILE_ROWS x TILE_COLUMNS with a stream each
-    (leading dimensions count planes), drawn in fp32 on the CPU, so its values depend neither on
-    the layout nor on the device or dtype; only the tiles that the region touches are drawn. Where
-    the region reaches beyond `shape` (padding) it is zero.
+    The global tensor consists of 2-D tiles of TILE_ROWS x TILE_COLUMNS (in each plane, with leading
+    dimensions). Each tile has its own random stream and is drawn in fp32 on the CPU. So values do
+    not depend on layout, device or dtype. Only tiles that the region touches are drawn. The region
+    is zero beyond `shape` (padding).
     """
     out.zero_()
     if out.dim() > 2:

@@ -1,6 +1,6 @@
-"""Scratch: values that layers store beside a micro-batch, typed, without it knowing of the layers.
+"""Typed storage for values that layers attach to a micro-batch, without fields in MicroBatch.
 
-A layer's file makes a key for each kind of value, as a constant::
+A layer's file defines a key for each kind of value, as a constant::
 
     SCORES = ScratchKey[Tensor]("scores")
     microbatch.scratch.by_layer(SCORES)[3] = scores  # of layer 3
@@ -21,11 +21,11 @@ class ScratchKey(Generic[T]):
 
 
 class Scratch(dict[ScratchKey[Any], dict[int, Any]]):
-    """Values by key and layer, kept as long as this object. It is made for each micro-batch, so
-    that making it costs no Python call."""
+    """Values by key and layer. The class is a dict, so that making one for each micro-batch costs
+    no Python call."""
 
     def by_layer(self, key: ScratchKey[T]) -> dict[int, T]:
-        """Return the values of `key` by layer; what is put into the dictionary is stored."""
+        """Return the values of `key` by layer; writing to the dictionary stores values."""
         found = self.get(key)
         if found is None:
             found = self[key] = {}

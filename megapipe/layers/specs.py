@@ -1,6 +1,6 @@
-"""Specs of parameters, free of any layout: layers are made of them, and the plan reads them.
+"""Specs of parameters, free of any layout: layers are made from them, and the plan reads them.
 
-Nothing here needs torch.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
-from megapipe.layers.policy import VOCAB_MULTIPLE
+from megapipe.layers.activation_policy import VOCAB_MULTIPLE
 
 Role = Literal["matrix", "embedding", "head", "vector"]
-"""A matrix of a hidden layer, a table of vectors, the last matrix, or a vector."""
+"""Use of a tensor: matrix, table of vectors, output projection, or bias or norm weight."""
 
 
 @dataclass(frozen=True)
 class JoinedHeads:
-    """How the heads of several matrices are joined in the rows of one: group by group, `heads[i]`
-    heads of matrix i after those of matrix i - 1, each head `size` rows."""
+    """Order of the heads in a fused matrix (QKV): each group has `heads[0]` heads of the first
+    matrix, then `heads[1]` of the second, ...; a head has `size` rows."""
 
     heads: tuple[int, ...]
     size: int
 
     @property
     def rows(self) -> int:
-        """Rows of a group."""
+        """Number of rows in a group."""
         return sum(self.heads) * self.size
 
 
@@ -43,60 +43,59 @@ class InitialValues:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """A global tensor: the only place that says how it is split, initialised and updated."""
+    """Description of a global tensor: how it is split, initialised and updated in every layout."""
 
     name: str
-    """As checkpoints have it, free of any layout."""
+    """Name in checkpoints, independent of any layout."""
     shape: tuple[int, ...]
-    """Linear weights are [out, in], or [k, out, in]: k matrices applied as one."""
+    """Global shape. Linear weights are [out, in], or [k, out, in]: k matrices applied as one."""
     role: Role = "vector"
     joined: JoinedHeads | None = None
-    """The matrices that this one consists of, if there are several (queries, keys, values)."""
+    """Order of the heads, if the matrix is fused from several matrices (QKV)."""
     split_dim: int | None = None
-    """The dimension split over tp; None: every tp rank holds all of it."""
+    """Dimension split over tp; None: every tp rank holds the whole tensor."""
     multiple: int = 1
-    """Each tp rank's length of `split_dim` is padded to a multiple of this; 1: tp divides it."""
+    """Multiple to which each tp rank's length of `split_dim` is padded; 1: no padding."""
     decay: bool = False
-    """Weight decay applies to it."""
+    """Whether weight decay applies to the tensor."""
     std: float | None = None
     """Standard deviation of the initial values; None: all are `fill`."""
     bound: float | None = None
-    """The initial values are uniform between -bound and bound, instead."""
+    """Bound of uniform initial values, drawn from [-bound, bound]; None: not uniform."""
     fill: float = 0.0
     sequence_partial: bool = False
-    """Where activations are split by sequence, a rank's gradient covers its positions only: it is
+    """Whether a rank's gradient covers only local positions with sequence parallelism, and so is
     summed over tp."""
     heads_partial: bool = False
-    """A rank's gradient covers its heads only: it is summed over tp."""
+    """Whether a rank's gradient covers only local heads, and so is summed over tp."""
     grad_by_autograd: bool = False
-    """Autograd itself computes the gradient, within ``I``; the others' are queued for ``W``."""
+    """Whether autograd computes the gradient within ``I``, instead of a task queued for ``W``."""
     inner_dim: int | None = None
-    """Of what is split over ep, the dimension split over etp; None: every rank of etp holds all."""
+    """Dimension of an expert tensor split over etp; None: every etp rank holds all of it."""
     over_ep: bool = False
-    """Its first dimension, each index of which is a tensor by itself, is split over ep. Gradients
-    are summed over all ranks with the same indices, whichever tokens they have, tp ranks among
-    them."""
+    """Whether the first dimension (experts) is split over ep. Gradients are summed over
+    all ranks with the same experts (tp ranks too), whichever tokens these ranks have."""
     tied: bool = False
-    """Another stage may use the same tensor: gradients of all uses are added."""
+    """Whether another stage may use the same tensor: gradients of all uses are added."""
     use: int = 0
-    """Which use of a tied tensor this is: 0 the input embedding, 1 the head."""
+    """Index of this use of a tied tensor: 0 the input embedding, 1 the head."""
     frozen: bool = False
-    """It stays as it is loaded: it has no gradient, no optimizer state and no master copy."""
+    """Whether the tensor stays as loaded, without gradient, optimizer state and master weights."""
     initial: InitialValues | None = field(default=None, compare=False, repr=False)
-    """Given initial values, which go before `std` and `fill`."""
+    """Given initial values, which take precedence over `std` and `fill`."""
 
     @property
     def split(self) -> bool:
-        """Whether tp ranks, or those of etp, hold different parts."""
+        """Whether ranks of tp or etp hold different parts."""
         return self.split_dim is not None or self.inner_dim is not None
 
     @property
     def is_matmul(self) -> bool:
-        """Whether the gradient is a product of matrices; that of an embedding adds up rows."""
+        """Whether the gradient is a matrix product; an embedding's gradient is a sum of rows."""
         return self.role in ("matrix", "head")
 
     def local_shape(self, tp: int, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
-        """The shape of one rank's region, padding included."""
+        """Return the shape of one rank's region, padding included."""
         local = list(self.shape)
         if self.over_ep:
             assert local[0] % ep == 0, f"{self.name}: {local[0]} over ep {ep}"
@@ -112,7 +111,7 @@ class ParameterSpec:
         return tuple(local)
 
     def local_numel(self, tp: int, ep: int = 1, etp: int = 1) -> int:
-        """Values of one rank's region, padding included."""
+        """Return the number of values of one rank's region, padding included."""
         return prod(self.local_shape(tp, ep, etp))
 
 
@@ -124,7 +123,7 @@ def column_linear(
     std: float,
     joined: JoinedHeads | None = None,
 ) -> Iterator[ParameterSpec]:
-    """Weight and bias of a linear layer whose outputs are split over tp."""
+    """Yield weight and bias of a linear layer whose outputs are split over tp."""
     split = len(shape) - 2
     yield _matrix(f"{name}.weight", shape, split, std, joined)
     if bias:
@@ -134,14 +133,14 @@ def column_linear(
 def row_linear(
     name: str, shape: tuple[int, ...], *, bias: bool, std: float
 ) -> Iterator[ParameterSpec]:
-    """Weight and bias of a linear layer whose inputs are split over tp."""
+    """Yield weight and bias of a linear layer whose inputs are split over tp."""
     yield _matrix(f"{name}.weight", shape, len(shape) - 1, std)
     if bias:
         yield ParameterSpec(name=f"{name}.bias", shape=shape[:-1], sequence_partial=True)
 
 
 def norm(name: str, hidden: int, *, bias: bool, fill: float = 1.0) -> Iterator[ParameterSpec]:
-    """Weight, at first `fill`, and bias of a norm, which every tp rank holds."""
+    """Yield weight, initially `fill`, and bias of a norm; every tp rank holds both."""
     for own, first in (("weight", fill), *([("bias", 0.0)] if bias else [])):
         yield ParameterSpec(
             name=f"{name}.{own}",
@@ -153,7 +152,7 @@ def norm(name: str, hidden: int, *, bias: bool, fill: float = 1.0) -> Iterator[P
 
 
 def head_norm(name: str, head_dim: int, fill: float = 1.0) -> ParameterSpec:
-    """Weight of an rmsnorm over each of a tp rank's heads, which every tp rank holds."""
+    """Return the weight of an RMSNorm over each head; every tp rank holds the whole weight."""
     return ParameterSpec(
         name=f"{name}.weight",
         shape=(head_dim,),
@@ -172,8 +171,8 @@ def vocabulary(
     std: float,
     tied: bool = False,
 ) -> ParameterSpec:
-    """A matrix with a row for each token id, split over tp. Where it is `tied`, embedding and head
-    are the first and the second use of one tensor."""
+    """Return a matrix with a row for each token id, split over tp. If the matrix is `tied`,
+    embedding and head are the first and the second use of one tensor."""
     return ParameterSpec(
         name=name,
         shape=(size, hidden),
@@ -188,7 +187,7 @@ def vocabulary(
 
 
 def positions(name: str, length: int, hidden: int, *, std: float) -> ParameterSpec:
-    """A table of one vector for each position, which every tp rank holds."""
+    """Return a table with one vector per position; every tp rank holds the whole table."""
     return ParameterSpec(
         name=name,
         shape=(length, hidden),
@@ -218,7 +217,7 @@ def _matrix(
 
 
 def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
-    """The parameters by name, the first use of each."""
+    """Return the parameters by name. A tied parameter's entry is its first use."""
     named: dict[str, ParameterSpec] = {}
     for spec in parameters:
         named.setdefault(spec.name, spec)
@@ -228,5 +227,5 @@ def by_name(parameters: Iterable[ParameterSpec]) -> dict[str, ParameterSpec]:
 def local_numel_total(
     parameters: Iterable[ParameterSpec], tp: int, ep: int = 1, etp: int = 1
 ) -> int:
-    """Values that one rank keeps, padding included; a tied matrix once."""
+    """Return the number of values that one rank holds, with padding; tied matrices count once."""
     return sum(spec.local_numel(tp, ep, etp) for spec in by_name(parameters).values())

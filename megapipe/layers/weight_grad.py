@@ -1,16 +1,16 @@
-"""Deferred weight gradients: what makes zero-bubble schedules possible.
+"""Deferred weight gradients: the basis of zero-bubble schedules.
 
 A zero-bubble schedule (Qi et al., 2401.10241) needs the backward of a stage cut in two: ``I``
 passes the gradient on to the previous stage, ``W`` computes the weight gradients later. Asking
-autograd for the two halves means walking the graph twice, and a checkpointed forward would run
-again for each parameter. Here the layers split their own backward instead: their autograd
-function returns the input gradient and *queues* the weight gradient as a task that holds what
-the GEMM needs. ``W`` runs the queued tasks, which add straight into the main gradient.
+autograd for the two halves would walk the graph twice, and recompute a checkpointed forward for
+each parameter. Instead, the layers split their own backward: their autograd function returns the
+input gradient and *queues* the weight gradient as a task that holds what the GEMM needs. ``W`` runs
+the queued tasks, which add straight into the main gradient.
 
-``B`` is ``I`` and ``W`` through the same kernels, so fused and split schedules agree bitwise. Only
-that it lets each task run as soon as it comes (:attr:`WeightGradQueue.at_once`), or beside the next
-collective of the backward, which then costs no time. In the last ``W`` or ``B`` before a reduction
-a callback learns of each gradient (:attr:`WeightGradQueue.watch`) and may send it off early.
+``B`` runs the kernels of ``I`` and ``W``, so fused and split schedules agree bitwise. But ``B``
+runs each task as soon as it is queued (:attr:`WeightGradQueue.at_once`), or during the next
+collective of the backward, where it costs no time. In the last ``W`` or ``B`` before a reduction, a
+callback (:attr:`WeightGradQueue.watch`) may start to reduce each complete gradient.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ class WeightGradTask(Protocol):
 
     @property
     def weight(self) -> Parameter:
-        """The parameter whose gradient this is, with that of its bias if it has one."""
+        """Weight whose gradient the task computes, with the gradient of the layer's bias if any."""
 
     def begin(self) -> None:
-        """Begin to gather the operands over tp; without this call :meth:`run` gathers them."""
+        """Start to gather the operands over tp; without this call :meth:`run` gathers them."""
 
     def run(self) -> None:
         """Add the gradient into the parameter's main gradient."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that the task keeps alive."""
+        """Return the tensors that the task holds."""
 
 
 GradObserver = Callable[[Parameter, Iterable[Parameter]], None]
-"""Called with a parameter that has got a gradient, and those whose gradients are queued."""
+"""Callback (parameter, queued): a task has added to the gradient of `parameter`; `queued` has the
+weights of the tasks that are still to run."""
 
 
 class WeightGradQueue:
-    """Tasks of one stage, kept per micro-batch in the order of the backward pass."""
+    """Weight-gradient tasks of one stage, by micro-batch, in the order of the backward."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, list[WeightGradTask]] = {}
         self._filling: list[WeightGradTask] | None = None
         self.at_once = False
-        """Run tasks instead of collecting them."""
+        """Whether tasks run as soon as they are put, as in ``B``, instead of waiting for ``W``."""
         self.watch: GradObserver | None = None
 
     def open(self, key: Hashable) -> None:
-        """Collect tasks for `key` from here on; a key's tasks are collected once."""
+        """Queue the next tasks under `key` of a micro-batch or slice; each key is opened once."""
         assert key not in self._tasks, f"weight gradients of {key} are already queued"
         self._filling = self._tasks[key] = []
 
     def put(self, *tasks: WeightGradTask, later: bool = False) -> None:
-        """Queue `tasks`, or run them if `at_once` is set. With `later` they wait even then: for the
-        next collective (:meth:`run_postponed`), or the end of the backward."""
+        """Queue `tasks`, or run them if `at_once` is set. With `later`, queue them even then, until
+        the next collective (:meth:`run_postponed`) or the end of the backward."""
         assert self._filling is not None, "a backward pass ran outside the engine"
         if self.at_once and not later:
             self._run_in_turn(list(tasks))
@@ -70,16 +71,17 @@ class WeightGradQueue:
             self._filling.extend(tasks)
 
     def run_postponed(self) -> None:
-        """With `at_once`, run the tasks put for later, beside a collective that has begun."""
+        """Run the tasks that :meth:`put` queued with `later`, if `at_once` is set. A collective is
+        in flight meanwhile."""
         if self.at_once and self._filling:
             self._run_in_turn(self._filling)
 
     def run(self, key: Hashable) -> None:
-        """Compute the gradients of `key` and let go of the tensors that their tasks held."""
+        """Run the tasks queued under `key`, and free the tensors that they held."""
         self._run_in_turn(self._tasks.pop(key))
 
     def pending(self) -> dict[Hashable, list[WeightGradTask]]:
-        """The tasks that are queued now, for inspection."""
+        """Return the queued tasks, for inspection."""
         return self._tasks
 
     def clear(self) -> None:
@@ -89,7 +91,7 @@ class WeightGradQueue:
         self.watch = None
 
     def _run_in_turn(self, tasks: list[WeightGradTask]) -> None:
-        """Run and remove all tasks; while one computes, the operands of the next are gathered."""
+        """Run and remove all tasks; during each, the next task's operands are gathered."""
         tasks.reverse()
         if tasks:
             tasks[-1].begin()
@@ -104,7 +106,7 @@ class WeightGradQueue:
 
 
 def main_grad(parameter: Parameter) -> Tensor:
-    """The accumulator of a parameter: fp32 (fp64 for fp64), a view of its stage's buffer."""
+    """Return a parameter's main gradient: fp32 (fp64 for fp64), a view of its stage's buffer."""
     return cast(Any, parameter).main_grad
 
 
@@ -114,15 +116,15 @@ def add_product(
     right: Tensor,
     accumulate: AccumulateKernel = torch_accumulate,
 ) -> None:
-    """main_grad += left^T @ right, for left [n, out] and right [n, in]."""
+    """Add left^T @ right to the main gradient, for left [n, out] and right [n, in]."""
     grad = main_grad(parameter)
     accumulate(grad.view(-1, grad.shape[-1]), left, right)
 
 
 def accumulate_in_main_grad(parameter: Parameter) -> None:
-    """Let autograd's own gradient of `parameter` flow into its main gradient.
+    """Make every backward add autograd's gradient of `parameter` to its main gradient.
 
-    For parameters whose gradient is too small to defer (norms): it is computed within ``I``.
+    Used for parameters whose gradients are too small to defer (norms): ``I`` computes them.
     """
 
     def move(p: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Decides all that a configuration determines before a process group exists. No torch."""
+"""Resolves and checks a configuration before process groups exist. Loads no torch."""

@@ -1,22 +1,24 @@
-"""Buckets of a process: parameters that are reduced, sharded and gathered together.
+"""Plans the buckets of a process: parameters that are reduced, sharded and gathered together.
 
-ZeRO (Rajbhandari et al., 1910.02054) says what is sharded over the processes of a bucket:
+ZeRO (Rajbhandari et al., 1910.02054) shards a bucket over its processes:
 
-=====  =====================================  ================================================
-stage  each process keeps a slice of          communicated per step, for each bucket
-=====  =====================================  ================================================
-0      nothing                                one all-reduce of gradients
-1      optimizer state                        one reduce-scatter, one all-gather of weights
-2      and gradients                          a reduce-scatter per run of weight gradients
-3      and weights                            and an all-gather each time a stage is unsharded
-=====  =====================================  ================================================
+  =====  =====================================  ================================================
+  stage  each process keeps a shard of          communicated per step, for each bucket
+  =====  =====================================  ================================================
+  0      nothing                                one all-reduce of gradients
+  1      optimizer state                        one reduce-scatter, one all-gather of weights
+  2      optimizer state, gradients             as 1, with a reduce-scatter after each series of
+                                                a stage's weight gradients
+  3      optimizer state, gradients, weights    as 2, with an all-gather each time that a stage
+                                                is unsharded
+  =====  =====================================  ================================================
 
-With `shard_size` the slices are over that many neighbours only and every such group has them all
-(MiCS, Zhang et al., 2205.00119; hybrid sharding, Zhao et al., 2304.11277): gradients are
-reduce-scattered within the group, then all-reduced between groups.
+With `shard_group_size` a bucket is sharded over groups of that many consecutive replicas; each
+group has all shards (MiCS, Zhang et al., 2205.00119; hybrid sharding, Zhao et al., 2304.11277).
+Gradients are reduce-scattered within the group, then all-reduced between groups.
 
-:mod:`megapipe.optim.buffers` makes the buckets of a run from these plans; memory, traffic and time
-of a run are counted by them.
+:mod:`megapipe.optim.buffers` makes a run's buckets from :class:`BucketPlan`. Plans of memory,
+traffic and time use it too.
 """
 
 from collections import defaultdict
@@ -30,44 +32,44 @@ from megapipe.layout.layout import Layout
 from megapipe.util.dtypes import main_bytes
 
 ALIGNMENT = 16
-"""Ranges that an update touches begin at multiples of this many values, so that vector instructions
-cut and round a parameter in the same way whatever slice of a bucket it is in."""
+"""Alignment in values: every range that an update touches begins at a multiple of this number. So
+vector instructions round a parameter equally in every sharding of its bucket."""
 
 
 def aligned(length: int, parts: int = 1) -> int:
-    """`length` padded so that each of `parts` equal slices is a multiple of :data:`ALIGNMENT`."""
+    """Pad `length` so that each of `parts` equal shards is a multiple of :data:`ALIGNMENT`."""
     multiple = ALIGNMENT * parts
     return -(-length // multiple) * multiple
 
 
 KINDS = ((False, False), (True, False), (False, True), (True, True))
-"""Parameters of a stage that are in buckets of their own: split over ep or not, frozen or not."""
+"""Kinds of parameters, (split over ep, frozen). A stage has separate buckets for each kind."""
 
 
 class Sized(NamedTuple):
-    """A parameter as a process holds it."""
+    """Name and local size of a parameter in one process."""
 
     name: str
     numel: int
     decays: bool
     split: bool
-    """Split over tp; otherwise every tp rank holds the same values."""
+    """Whether the parameter is split over tp; otherwise every tp rank holds all of it."""
 
 
 class BucketCut(NamedTuple):
-    """Parameters of a stage that are reduced together."""
+    """Names of a stage's parameters that share a bucket, and the bucket's place in the buffer."""
 
     names: frozenset[str]
     start: int
-    """Where they would begin in one buffer of the whole stage."""
+    """Offset of the bucket in the stage's buffer, in values."""
 
 
 def cut(parameters: Iterable[Sized], least: int | None) -> list[BucketCut]:
     """Cut a stage's parameters, in forward order, into buckets of at least `least` values.
 
-    Buckets come in the order in which a backward completes them: matrices that are split over tp,
-    the last layers first, then everything else. The bucket of the first matrices may be smaller.
-    There is one bucket if there is too little to cut, or `least` is None.
+    Buckets come in the order in which a backward completes them: first matrices that are split over
+    tp, from the last layer to the first, then all others. The last bucket of matrices may be
+    smaller. There is one bucket if `least` is None or there are too few values to cut.
     """
     listed = list(parameters)
     matrices = [each for each in listed if each.decays and each.split]
@@ -88,71 +90,73 @@ def cut(parameters: Iterable[Sized], least: int | None) -> list[BucketCut]:
 
 
 def chunk_length(chunk_mib: float | None, size: int) -> int | None:
-    """``optimizer.reduce_chunk_mib`` as a number of gradients of `size` bytes; None stays None."""
+    """Convert ``optimizer.bucket_mib``, a size in MiB, to a number of gradients of `size` bytes
+    each; None stays None."""
     return None if chunk_mib is None else max(1, int(chunk_mib * 2**20) // size)
 
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Processes that share a bucket, or a slice of it: some copies of its parameters, at each of
-    some pipeline indices."""
+    """Processes that share a bucket or a shard of it: data-parallel replicas at one or more
+    pipeline indices."""
 
     axis: str
-    """dp or a part of it (dp:shard, dp:replicate), times the pipeline indices if there are several,
-    as in dp*pp[0,3]; pp for all of them without dp. dp*cp in the place of dp where positions are
-    split, and edp where what is split over ep has more copies than other weights."""
+    """Name of the group, for plans and logs. It begins with dp, or dp*cp with context parallelism;
+    for parameters split over ep with edp, but with dp if ep x etp = tp. ``:shard`` or
+    ``:replicate`` marks a group of some of the replicas, ``*pp[0,3]`` a group with several pipeline
+    indices. ``pp`` alone is all pipeline indices of one replica."""
     copies: int
     stride: int
-    """From one copy to the next."""
+    """Distance between neighbouring replicas, in data-parallel indices."""
     holders: tuple[int, ...]
-    """Pipeline indices, ascending."""
+    """Pipeline indices of the group, ascending."""
     over_ep: bool
-    """The copies are of what is split over ep, not of other weights."""
+    """Whether the replicas are those of expert data parallelism (edp), not of dp."""
 
     @property
     def members(self) -> int:
-        """Number of processes."""
+        """Number of processes in the group."""
         return self.copies * len(self.holders)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket of a stage (or that of the tied embedding) that a rank holds."""
+    """One bucket of a stage (or of the tied embedding) that a rank holds."""
 
     stage: int
-    """Number of the stage; for the tied bucket the number of stages."""
+    """Number of the stage; for the tied embedding's bucket, the number of stages."""
     parameters: tuple[ParameterSpec, ...]
-    """Each once, also a tied one that a process uses twice."""
+    """Parameters of the bucket; a tied one that a process uses twice is listed once."""
     start: int
-    """Where it would begin in one buffer of the whole stage."""
+    """Offset of the bucket in the stage's buffer, in values."""
     tp: int
     ep: int
     etp: int
     shard: BucketGroup
-    """Processes that own different slices of equal length."""
+    """Processes that own different shards, of equal length."""
     replicate: BucketGroup
-    """Processes that own the same slice."""
+    """Processes that own the same shard."""
     zero: int
-    """ZeRO stage of the process: the one of the buckets with most copies."""
+    """ZeRO stage in force for the run (:mod:`megapipe.layout.zero_stage`)."""
     shared: bool
-    """Several stages or holders share the bucket, so it is reduced once a step."""
+    """Whether several stages or pipeline ranks share the bucket; it is then reduced once a step."""
     holders: int = 1
-    """Pipeline ranks of this process that share it."""
+    """Number of pipeline ranks in this process that share the bucket."""
     uses: int = 1
-    """Gradient buffers of the bucket: 2 where the process uses a tied matrix twice."""
+    """Number of gradient buffers that the bucket has: 2 if the process uses a tied matrix twice."""
     link: tuple[int, int] | None = None
-    """Pipeline indices of two stages that have a bucket each of the same parameters. The first one
-    updates them; messages take the place of sums and gathers over both
-    (:mod:`megapipe.optim.link`)."""
+    """Pipeline indices of the two stages with a tied embedding, if each has a bucket for it. The
+    first stage updates the bucket; messages replace reductions and all-gathers over both
+    (:mod:`megapipe.optim.tied_embedding`)."""
     slots: int = 0
-    """Most replicas, of indices over ep of other ranks, that a process has in each layer; their
-    gradients are sent at the end of a step."""
+    """Number of slots per MoE layer for replicas of other ranks' experts; the gradients of these
+    replicas are sent to the owners at the end of a step."""
     updates: bool = True
-    """The process updates it; otherwise it has a copy, and no optimizer state."""
+    """Whether the process updates the bucket; otherwise it holds only weights and gradients."""
 
     @property
     def numel(self) -> int:
-        """Values in the buffer, padded by :func:`aligned` between its segments and slices."""
+        """Number of values in the buffer, with the padding by :func:`aligned`."""
         sizes: dict[tuple[bool, bool], int] = defaultdict(int)
         for each in _sized(self.parameters, self.tp, self.ep, self.etp):
             sizes[each.decays, each.split] += each.numel
@@ -161,39 +165,39 @@ class BucketPlan:
 
     @property
     def over_ep(self) -> bool:
-        """Whether its parameters are split over ep."""
+        """Whether the bucket's parameters are split over ep."""
         return self.parameters[0].over_ep
 
     @property
     def frozen(self) -> bool:
-        """Whether its parameters are not trained, so that it has no gradients and no states."""
+        """Whether the bucket's parameters are not trained: no gradients, no optimizer states."""
         return self.parameters[0].frozen
 
     @property
     def reduced_per_run(self) -> bool:
-        """Whether ZeRO-2 and 3 reduce it, if it has several slices, after each run of a stage's
-        weight gradients."""
+        """Whether ZeRO-2 or 3 is in force for the bucket's gradients, even if the shard group has
+        only one process."""
         return self.zero >= 2 and not (self.shared or self.slots or self.frozen)
 
     @property
     def sharded_grads(self) -> bool:
-        """Whether its gradients are reduced after each run of a stage's weight gradients, and have
-        memory until then; otherwise they are reduced once a step."""
+        """Whether gradients are reduced and freed after each series of a stage's weight gradients;
+        otherwise they are reduced once a step."""
         return self.reduced_per_run and not self.is_unsharded
 
     @property
     def sharded_weights(self) -> bool:
-        """Whether its weights have memory only while a stage computes with them."""
+        """Whether the weights are allocated only while a stage computes with them."""
         return self.zero == 3 and not self.is_unsharded
 
     @property
     def late(self) -> bool:
-        """Whether its gradients are reduced at the end of a step, whenever they are complete."""
+        """Whether gradients are reduced only at the end of a step, even if complete before."""
         return self.slots > 0 or (self.reduced_per_run and self.is_unsharded)
 
     @property
     def replica_numel(self) -> int:
-        """Values of replicas on one rank, in all their slots."""
+        """Number of values of the expert replicas on one rank if all its slots are used."""
         if not self.slots:
             return 0
         indices = {spec.name: spec.shape[0] // self.ep for spec in self.parameters}
@@ -201,32 +205,33 @@ class BucketPlan:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether no other process has another slice of it."""
+        """Whether the shard group has one process, which owns the whole bucket."""
         return self.shard.members == 1
 
     @property
     def head_partial_numel(self) -> int:
-        """Values whose gradients each tp rank has of its heads alone."""
+        """Number of values whose gradient on a tp rank is a partial sum: only over the attention
+        heads of this rank."""
         of_heads = self._values(spec for spec in self.parameters if spec.heads_partial)
         return of_heads if self.tp > 1 else 0
 
     @property
     def replicated_numel(self) -> int:
-        """Values of parameters that every tp rank holds whole, with shards of its own."""
+        """Number of values of parameters that every tp rank holds in full."""
         return self._values(spec for spec in self.parameters if not (spec.split or spec.over_ep))
 
     @property
     def matmul_numel(self) -> int:
-        """Values of parameters whose gradients are matrix products; an embedding's are not."""
+        """Number of values of linear weights, whose gradients are matrix products."""
         return self._values(spec for spec in self.parameters if spec.is_matmul)
 
     @property
     def norm_numel(self) -> int:
-        """Values of parameters whose gradients autograd computes within I."""
+        """Number of values whose gradients autograd computes within I, not W: those of norms."""
         return self._values(spec for spec in self.parameters if spec.grad_by_autograd)
 
     def _values(self, parameters: Iterable[ParameterSpec]) -> int:
-        """Count the values of these parameters on one rank."""
+        """Count the values of `parameters` on one rank."""
         return sum(spec.local_numel(self.tp, self.ep, self.etp) for spec in parameters)
 
 
@@ -236,17 +241,17 @@ def _sized(parameters: Iterable[ParameterSpec], tp: int, ep: int, etp: int) -> I
 
 
 def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[BucketPlan]:
-    """Buckets of a process at pipeline index `rank`, in the order of stages and, within a stage, of
-    reduction, then that of what is split over ep and those of what is frozen; the tied one comes
-    last."""
+    """Yield the buckets of a process at pipeline index `rank`, stage by stage. Within a stage the
+    buckets of dense parameters come first, in the order in which they are reduced; then come
+    buckets of parameters split over ep, and frozen ones. The tied embedding's bucket comes last."""
     placement, zero = layout.schedule.placement, layout.replicas.zero
-    least = chunk_length(config.optimizer.reduce_chunk_mib, main_bytes(layout.model.dtype))
+    least = chunk_length(config.optimizer.bucket_mib, main_bytes(layout.model.dtype))
     sizes = layout.tp, *layout.ep_sizes
 
     def buckets(
         stage: int, parameters: Iterable[ParameterSpec], ranks: Iterable[int], *, shared: bool
     ) -> Iterator[BucketPlan]:
-        """Buckets of some `parameters` that pipeline `ranks` hold."""
+        """Yield the buckets of `parameters`, which the pipeline ranks `ranks` share."""
         own, holders, start = by_name(parameters).values(), sorted(set(ranks)), 0
         for over_ep, frozen in KINDS:
             some = [spec for spec in own if (spec.over_ep, spec.frozen) == (over_ep, frozen)]
@@ -264,7 +269,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
                     zero,
                     shared,
                     holders=len(holders) if layout.in_process else 1,
-                    slots=config.experts.slots if over_ep else 0,
+                    slots=config.experts.replica_slots if over_ep else 0,
                 )
             start += sum(aligned(each.numel) for each in _sized(some, *sizes))
 
@@ -286,7 +291,7 @@ def process_buckets(config: Config, layout: Layout, rank: int) -> Iterator[Bucke
 def _groups(
     config: Config, layout: Layout, rank: int, holders: Sequence[int], *, over_ep: bool
 ) -> tuple[BucketGroup, BucketGroup]:
-    """Find who shards and who replicates a bucket of pipeline indices `holders`, for `rank`."""
+    """Return the shard and the replicate group of `rank` for a bucket that `holders` share."""
     copies = layout.edp if over_ep else layout.dp_cp
     own, every = ((0,), (0,)) if layout.in_process else ((rank,), tuple(holders))
     name = "dp" if layout.cp == 1 else "dp*cp"
@@ -294,7 +299,7 @@ def _groups(
         name = "edp"
 
     def group(members: int, stride: int, pp_indices: tuple[int, ...]) -> BucketGroup:
-        """`members` copies, `stride` apart, at each of the pipeline indices."""
+        """Make a group of `members` replicas, `stride` apart, at each of `pp_indices`."""
         parts = []
         if members > 1:
             part = "" if members == copies else ":shard" if stride == 1 else ":replicate"
@@ -304,7 +309,7 @@ def _groups(
             parts.append("pp" if whole else f"pp[{','.join(map(str, pp_indices))}]")
         return BucketGroup("*".join(parts) or name, members, stride, pp_indices, over_ep)
 
-    zero, shard_size = layout.replicas.zero, config.optimizer.shard_size
+    zero, shard_size = layout.replicas.zero, config.optimizer.shard_group_size
     if zero == 0:
         return group(1, 1, own), group(copies, 1, every)
     if shard_size is None and zero < 3:

@@ -1,4 +1,4 @@
-"""Keys that do not go together: each case is one line that says what would be right."""
+"""Refuses keys that conflict. Each error is one line that says what would be right."""
 
 from collections.abc import Callable
 
@@ -11,35 +11,36 @@ from megapipe.config.config import (
     TrainConfig,
 )
 from megapipe.config.keys import texts_of
+from megapipe.config.plan import PlanConfig
 from megapipe.config.update_rules import RULES, declaration
 from megapipe.errors import ConfigError
 from megapipe.layout.data_checks import check_data
 from megapipe.layout.devices import device
 from megapipe.layout.key_effects import check_kernels
-from megapipe.layout.lr_plan import UserLRSchedule, warms_up
 from megapipe.layout.moe.checks import check_experts
+from megapipe.layout.user_lr_schedule import UserLRSchedule, warms_up
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.interface import Feature, ModelSpec
-from megapipe.model.own_loss import load_loss
+from megapipe.model.user_loss import load_loss
+from megapipe.text import count_noun, divisors_hint, join_or, nearest_multiples, plural
 from megapipe.util.dtypes import Dtype
 from megapipe.util.urls import check_folder, check_url, is_remote
-from megapipe.words import count_noun, divisors_hint, join_or, nearest_multiples, plural
 
 
 def check_urls(config: Config) -> None:
-    """Raise :class:`ConfigError` for a URL with secrets in it, before any value is told."""
+    """Raise :class:`ConfigError` for a URL with secrets, before any value is printed."""
     for key, text in texts_of(config.model_dump()):
         check_url(key, text)
 
 
 def check(config: Config, family: ModelSpec, dp: int, processes: int) -> None:
-    """Raise :class:`ConfigError` for the first thing in a resolved configuration that is wrong."""
+    """Check a resolved configuration; raise :class:`ConfigError` for the first problem."""
     _check_support(config, family)
     family.check()
-    load_loss(family.conditions)  # raises where there is none
+    load_loss(family.conditions)  # raises if there is no such loss
     _check_sequence(config)
     check_data(config.data)
-    declaration(config.optimizer.rule)  # raises where there is none
+    declaration(config.optimizer.rule)  # raises if there is no such rule
     _check_optimizer(config.optimizer, config.train.steps, dp, config.parallel.cp)
     _check_post_validation(config)
     _check_look_ahead(config)
@@ -48,7 +49,7 @@ def check(config: Config, family: ModelSpec, dp: int, processes: int) -> None:
     check_kernels(config, family.kernel_needs, family.name)
     _check_activations(config.activations, family)
     _check_watched_steps(config.log)
-    _check_device(config.log)
+    check_device(config.plan)
     _check_stop(config.train)
     _check_checkpoints(config, processes)
     _check_export(config)
@@ -56,33 +57,33 @@ def check(config: Config, family: ModelSpec, dp: int, processes: int) -> None:
 
 
 def _check_checkpoints(config: Config, processes: int) -> None:
-    folder, load = config.checkpoint.folder, config.checkpoint.load
+    folder, load = config.checkpoint.url, config.checkpoint.load
     if load is not None and is_remote(load):
         check_folder("checkpoint.load", load)
     if folder is None:
         return
     if not is_remote(folder):
         raise ConfigError(
-            f"checkpoint.folder={folder}: expected a URL such as s3://bucket/path, or null; "
-            "a local folder is run.folder"
+            f"checkpoint.url={folder}: expected a URL such as s3://bucket/path, or null; a local "
+            "folder is run.folder"
         )
-    check_folder("checkpoint.folder", folder)
+    check_folder("checkpoint.url", folder)
     if folder.startswith("memory:") and processes > 1:
         raise ConfigError(
-            f"checkpoint.folder={folder} is the memory of one process, of {processes}: expected a "
-            "store that all of them reach"
+            f"checkpoint.url={folder} is the memory of one of {processes}: expected a store "
+            "that all processes reach"
         )
 
 
 def _check_export(config: Config) -> None:
-    """Find out whether a class of Hugging Face's can express the model before it is trained."""
+    """Refuse ``checkpoint.export_every`` for a model that no Hugging Face class can represent."""
     every, model = config.checkpoint.export_every, config.model
     if not every or model.vocab_size is None:
         return
     if model.source is not None:
         raise ConfigError(
-            f"checkpoint.export_every={every}: no class of Hugging Face's expresses model.source="
-            f"{model.source}: expected 0"
+            f"checkpoint.export_every={every}: no Hugging Face class expresses "
+            f"model.source={model.source}: expected 0"
         )
     try:
         row_of(model)
@@ -91,31 +92,31 @@ def _check_export(config: Config) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    """Refuse to leave samples out of an order that is made for as many as a run takes."""
-    numbers = config.numbers
-    if config.data.samples != "megatron":
+    """Refuse to skip samples if the sample order has only as many samples as the run takes."""
+    health = config.health
+    if config.data.sample_format != "megatron":
         return
-    if numbers.skip_samples:
+    if health.skip_samples:
         raise ConfigError(
-            f"numbers.skip_samples={numbers.skip_samples}: the order of data.samples=megatron has "
-            "no more samples than the run takes; expected []"
+            f"health.skip_samples={health.skip_samples}: data.sample_format=megatron orders "
+            "exactly as many samples as the run takes: expected []"
         )
-    if "rewind" in numbers.actions:
-        key = "non_finite" if numbers.non_finite == "rewind" else "spike"
+    if "rewind" in health.actions:
+        key = "non_finite" if health.non_finite == "rewind" else "spike"
         raise ConfigError(
-            f"numbers.{key}=rewind leaves samples out, and the order of data.samples=megatron has "
-            "no more than the run takes; expected stop or skip"
+            f"health.{key}=rewind skips samples, but data.sample_format=megatron orders "
+            "exactly as many as the run takes: expected stop or skip"
         )
 
 
 def _check_support(config: Config, family: ModelSpec) -> None:
-    """Refuse by name what the model's family lacks."""
+    """Refuse features that the model does not support, by their keys."""
     parallel, activations, kernels = config.parallel, config.activations, config.kernels
-    policies, keeps_attention = activations.policies, activations.keep_attention
-    wishes: list[tuple[Feature, bool, str, str]] = [
+    policies, saves_attention = activations.policies, activations.keep_attention
+    uses: list[tuple[Feature, bool, str, str]] = [
         ("tp", parallel.tp > 1, f"parallel.tp={parallel.tp}", "1"),
         ("context", parallel.cp > 1, f"parallel.cp={parallel.cp}", "1"),
-        ("context", keeps_attention, "activations.keep_attention=true", "false"),
+        ("context", saves_attention, "activations.keep_attention=true", "false"),
         (
             "sequence_parallel",
             parallel.sequence_parallel,
@@ -127,34 +128,45 @@ def _check_support(config: Config, family: ModelSpec) -> None:
         ("offload", bool(activations.offload), f"activations.offload={activations.offload}", "[]"),
         ("compile", kernels.compile, "kernels.compile=true", "false"),
         ("document_mask", config.data.document_mask, "data.document_mask=true", "false"),
-        ("document_mask", config.data.packs, f"data.samples={config.data.samples}", "stateless"),
-        ("loss_chunk", bool(kernels.loss_chunk), f"kernels.loss_chunk={kernels.loss_chunk}", "0"),
+        (
+            "document_mask",
+            config.data.packs,
+            f"data.sample_format={config.data.sample_format}",
+            "stateless",
+        ),
+        (
+            "loss_chunk",
+            bool(kernels.loss_chunk_tokens),
+            f"kernels.loss_chunk_tokens={kernels.loss_chunk_tokens}",
+            "0",
+        ),
         ("lora", config.lora.rank is not None, f"lora.rank={config.lora.rank}", "null"),
     ]
     lacking = [
-        (given, expected)
-        for feature, wished, given, expected in wishes
-        if wished and feature not in family.supports
+        (setting, expected)
+        for feature, is_used, setting, expected in uses
+        if is_used and feature not in family.supports
     ]
     if lacking:
-        what, right = ", ".join(given for given, _ in lacking), lacking[0][1]
+        what, right = ", ".join(setting for setting, _ in lacking), lacking[0][1]
         if len(lacking) > 1:
-            right = ", ".join(f"{given.partition('=')[0]}={value}" for given, value in lacking)
+            right = ", ".join(f"{setting.partition('=')[0]}={value}" for setting, value in lacking)
         it = "it" if len(lacking) == 1 else "them"
         raise ConfigError(f"{what}: {family.name} has no support for {it}; expected {right}")
-    if config.train.loss is not None and kernels.loss_chunk:
+    if config.train.loss_function is not None and kernels.loss_chunk_tokens:
         raise ConfigError(
-            f"kernels.loss_chunk={kernels.loss_chunk}: train.loss={config.train.loss} needs all "
-            "logits at once; expected null"
+            f"kernels.loss_chunk_tokens={kernels.loss_chunk_tokens}: "
+            f"train.loss_function={config.train.loss_function} needs all logits at once; expected "
+            "null"
         )
 
 
 def check_slices(config: Config, family: ModelSpec, slices: int) -> None:
-    """Refuse slices of sequences where the family cannot compute them."""
+    """Refuse slices of sequences if the model cannot compute them."""
     if slices > 1 and "slices" not in family.supports:
         raise ConfigError(
-            f"pipeline.schedule={config.pipeline.schedule} cuts sequences into slices, and "
-            f"{family.name} has no support for it: expected a schedule of whole sequences"
+            f"pipeline.schedule={config.pipeline.schedule} cuts sequences into slices, which "
+            f"{family.name} does not support: expected a schedule of whole sequences"
         )
 
 
@@ -168,13 +180,13 @@ def _check_sequence(config: Config) -> None:
 
 
 def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -> None:
-    if optimizer.shard_size is not None and dp * cp % optimizer.shard_size:
+    if optimizer.shard_group_size is not None and dp * cp % optimizer.shard_group_size:
         copies = f"dp {dp}" + (f" x cp {cp}" if cp > 1 else "")
         raise ConfigError(
-            f"optimizer.shard_size={optimizer.shard_size} does not divide {copies}: "
-            f"{divisors_hint('shard_size', dp * cp, optimizer.shard_size)}"
+            f"optimizer.shard_group_size={optimizer.shard_group_size} does not divide {copies}: "
+            f"{divisors_hint('shard_group_size', dp * cp, optimizer.shard_group_size)}"
         )
-    decays = optimizer.schedule != "constant" and not optimizer.own_schedule
+    decays = optimizer.schedule != "constant" and not optimizer.is_user_schedule
     if optimizer.min_lr > optimizer.lr and decays:
         raise ConfigError(
             f"optimizer.min_lr={optimizer.min_lr} is above the peak, optimizer.lr={optimizer.lr}: "
@@ -197,20 +209,20 @@ def _check_optimizer(optimizer: OptimizerConfig, steps: int, dp: int, cp: int) -
             f"optimizer.warmup_steps={optimizer.warmup_steps}{meant} leaves too few of train.steps="
             f"{steps} for a decay of {decay} or more: expected at most {most}"
         )
-    if optimizer.own_schedule:
+    if optimizer.is_user_schedule:
         UserLRSchedule(optimizer, steps).check()
 
 
 def _check_precision(optimizer: OptimizerConfig, dtype: Dtype) -> None:
-    if optimizer.master == "none" and dtype != "bf16":
+    if optimizer.master_weights == "none" and dtype != "bf16":
         raise ConfigError(
-            f"optimizer.master=none is for model.dtype=bf16, not {dtype}: expected fp32 (fp32 and "
-            "fp64 weights are their own masters anyway)"
+            f"optimizer.master_weights=none is for model.dtype=bf16, not {dtype}: expected fp32 "
+            "(fp32 and fp64 weights are their own masters anyway)"
         )
     if optimizer.state_dtype == "bf16" and dtype == "fp64":
         raise ConfigError(
-            "optimizer.state_dtype=bf16 does not go with model.dtype=fp64: expected fp32, which "
-            "then means fp64"
+            "optimizer.state_dtype=bf16 is not possible with model.dtype=fp64: expected fp32, "
+            "which then means fp64"
         )
 
 
@@ -226,7 +238,7 @@ def _check_post_validation(config: Config) -> None:
         ),
         (optimizer.zero == 3, "optimizer.zero=0, 1 or 2, not 3"),
         (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
-        (config.pipeline.channels == "in_process", "pipeline.channels=process_group"),
+        (config.pipeline.transport == "in_process", "pipeline.transport=process_group"),
         (config.pipeline.schedule == "auto", "a pipeline.schedule other than auto"),
     ):
         if wrong:
@@ -234,26 +246,26 @@ def _check_post_validation(config: Config) -> None:
 
 
 def _check_look_ahead(config: Config) -> None:
-    if config.optimizer.look_ahead:
-        check_direction(config, f"optimizer.look_ahead={config.optimizer.look_ahead}")
+    if config.optimizer.weight_prediction:
+        check_direction(config, f"optimizer.weight_prediction={config.optimizer.weight_prediction}")
 
 
 def check_direction(config: Config, what: str) -> None:
-    """Refuse what a prediction of weights from masters and states cannot be made with; `what` is
-    the key that asks for it."""
+    """Raise :class:`ConfigError` if weights cannot be predicted from master weights and optimizer
+    states. `what`: the setting that asks for the prediction, for the message."""
     optimizer = config.optimizer
     rule, declared = optimizer.rule, declaration(optimizer.rule)
     with_direction = join_or([name for name in RULES if RULES[name].has_direction])
     for wrong, expected in (
         (not declared.has_direction, f"optimizer.rule={with_direction}, not {rule}"),
         (
-            declared.momentum and not optimizer.momentum,
-            f"optimizer.momentum above 0 with {rule}",
+            declared.kept(optimizer.rule_options) != declared.states,
+            f"optimizer.options.momentum above 0 with {rule}",
         ),
         (config.model.dtype == "fp16", "model.dtype=bf16, fp32 or fp64, not fp16"),
         (
-            optimizer.master == "none" and config.model.dtype == "bf16",
-            "optimizer.master=fp32, not none",
+            optimizer.master_weights == "none" and config.model.dtype == "bf16",
+            "optimizer.master_weights=fp32, not none",
         ),
         (optimizer.state_dtype == "bf16", "optimizer.state_dtype=fp32, not bf16"),
         (optimizer.offload != "none", f"optimizer.offload=none, not {optimizer.offload}"),
@@ -272,16 +284,17 @@ def _check_watched_steps(log: LogConfig) -> None:
             )
 
 
-def _check_device(log: LogConfig) -> None:
-    if log.device is not None and device(log.device) is None:
+def check_device(plan: PlanConfig) -> None:
+    """Check that a device that is named is in the table; raise :class:`ConfigError`."""
+    if plan.device is not None and device(plan.device) is None:
         raise ConfigError(
-            f"log.device={log.device} is not known: expected a common GPU, as in H100 or "
-            "A100-SXM4-80GB, or null with log.device_gb and log.peak_tflops"
+            f"plan.device={plan.device} is not known: expected a common GPU, as in H100 or "
+            "A100-SXM4-80GB, or null with plan.device_gb and plan.peak_tflops"
         )
 
 
 def shortened(config: Config) -> list[str]:
-    """Notes, one line each, on settings of which the run is too short to make full use."""
+    """Return a note on each setting that has no effect, or less, because the run is short."""
     optimizer, train = config.optimizer, config.train
     notes = []
     warmup = optimizer.warmup(train.steps)
@@ -299,9 +312,9 @@ def shortened(config: Config) -> list[str]:
 
 
 def passed(log: LogConfig, first: int) -> list[str]:
-    """Notes, one line each, on settings for steps that a run which goes on after step `first` does
-    not take again."""
-    return _watched_in_vain(log, lambda step: step <= first, f"the run goes on after step {first}")
+    """Return a note on each key that asks for a timeline or profile of steps up to `first`: the
+    resumed run does not repeat these steps."""
+    return _watched_in_vain(log, lambda step: step <= first, f"the run resumes after step {first}")
 
 
 def _watched_in_vain(log: LogConfig, is_left_out: Callable[[int], bool], why: str) -> list[str]:
@@ -322,27 +335,27 @@ def _check_stop(train: TrainConfig) -> None:
 
 
 def _check_activations(activations: ActivationsConfig, family: ModelSpec) -> None:
-    """Refuse modules to run again where there are none of them."""
+    """Refuse modules in ``activations.modules`` that the model does not have."""
     modules = "norm, attention, mlp_activation"
     if "selective" in activations.policies and not activations.modules:
         raise ConfigError(
-            "activations.modules=[] leaves activations.policy=selective nothing to run again: "
+            "activations.modules=[]: activations.policy=selective has nothing to recompute: "
             f"expected some of {modules}"
         )
     if "experts" in activations.modules and not family.experts():
         raise ConfigError(
-            f"activations.modules={activations.modules}: no layer has experts, which are for "
-            f"model.moe.experts: expected some of {modules}"
+            f"activations.modules={activations.modules}: no layer has experts "
+            f"(model.moe.num_experts=null): expected some of {modules}"
         )
 
 
 def check_compile(config: Config, slices: int) -> None:
-    """Refuse what compiled blocks cannot do; the schedule cuts sequences into `slices`."""
+    """Refuse settings that compiled blocks do not support. `slices`: slices per sequence."""
     if not config.kernels.compile:
         return
     activations = config.activations
     for wrong, expected in (
-        (slices > 1, f"whole sequences, and pipeline.schedule cuts them into {slices} slices"),
+        (slices > 1, f"whole sequences, but pipeline.schedule cuts them into {slices} slices"),
         (
             "selective" in activations.policies,
             "activations.policy=keep, full or stage, not selective",

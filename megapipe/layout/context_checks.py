@@ -1,4 +1,4 @@
-"""Keys that do not go together with context parallelism."""
+"""Checks of keys that conflict with context parallelism (``parallel.cp`` above 1)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from megapipe.config.config import Config
 from megapipe.config.context import ContextConfig
 from megapipe.context.split import PositionSplit
 from megapipe.errors import ConfigError
-from megapipe.words import divisors_hint, join_or, nearest_multiples
+from megapipe.text import divisors_hint, join_or, nearest_multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
-"""Kernels of attention whose results over some keys can be merged with those over others."""
+"""Attention kernels that return the log-sum-exp, with which partial results are merged."""
 
 
 LARGEST_RING = 512
-"""Ranks whose plan takes no minutes to make: it grows with their square."""
+"""Maximum number of ranks of a ring. The time to plan a ring grows with the square of its ranks."""
 
 
 def split_of(config: Config) -> PositionSplit:
-    """How a configuration splits positions. Raises :class:`ConfigError` where it cannot."""
+    """Return a configuration's position split. Raises :class:`ConfigError` if it is impossible."""
     cp, context = config.parallel.cp, config.context
     if cp % context.ulysses:
         raise ConfigError(
@@ -29,40 +29,42 @@ def split_of(config: Config) -> PositionSplit:
     return PositionSplit(
         ring=cp // context.ulysses,
         ulysses=context.ulysses,
-        order=context.order,
-        heads_first=context.ranks == "heads_first",
+        order=context.position_split,
+        heads_first=context.rank_order == "heads_first",
     )
 
 
 def check_context(config: Config, split: PositionSplit, slices: int) -> None:
-    """Raise :class:`ConfigError` for what context parallelism cannot do."""
-    context, where = config.context, f"parallel.cp={split.cp}"
+    """Raise :class:`ConfigError` for settings that context parallelism does not support."""
+    context, setting = config.context, f"parallel.cp={split.cp}"
     if split.cp == 1 and config.activations.keep_attention:
-        where = "activations.keep_attention=true"
+        setting = "activations.keep_attention=true"
     elif split.cp == 1:
         return
     _check_plan(config.context, split)
-    _check_model(config, where)
+    _check_model(config, setting)
     _check_heads(config, split)
     _check_length(config, split)
     if slices > 1:
         _check_slices(context)
-    if context.order == "striped" and config.data.masks_documents:
+    if context.position_split == "striped" and config.data.masks_documents:
         raise ConfigError(
-            "context.order=striped does not go with attention that ends at documents "
-            "(data.document_mask, or data.samples that are packed): expected zigzag or contiguous"
+            "context.position_split=striped is not possible with attention within documents "
+            "(data.document_mask, or a packed data.sample_format): expected zigzag or "
+            "contiguous"
         )
-    kernel = config.kernels.attention
+    kernel = config.kernels.only.attention
     if kernel not in WITH_LSE:
         raise ConfigError(
-            f"{where} needs sums of exponentials, which kernels.attention={kernel} does not give: "
-            f"expected {', '.join(WITH_LSE[:-1])} or {WITH_LSE[-1]}"
+            f"{setting} needs the log-sum-exp of attention, which "
+            f"kernels.only.attention={kernel} does not return: expected "
+            f"{', '.join(WITH_LSE[:-1])} or {WITH_LSE[-1]}"
         )
     model = config.model
     if kernel != "auto" and (model.attention_softcap is not None or model.positions == "alibi"):
         raise ConfigError(
-            f"{where}: kernels.attention={kernel} has no scores that are soft-capped or less by "
-            "distance (model.attention_softcap, model.positions=alibi): expected auto"
+            f"{setting}: kernels.only.attention={kernel} has no soft-capped or distance-biased "
+            "scores (model.attention_softcap, model.positions=alibi): expected auto"
         )
 
 
@@ -70,57 +72,63 @@ def _check_plan(context: ContextConfig, split: PositionSplit) -> None:
     n = split.ring
     if n > LARGEST_RING:
         raise ConfigError(
-            f"parallel.cp={split.cp} with context.ulysses={split.ulysses} is a ring of {n} ranks: "
-            f"expected at most {LARGEST_RING}; more context.ulysses makes it smaller"
+            f"parallel.cp={split.cp} with context.ulysses={split.ulysses} is a ring of {n} "
+            f"ranks: expected at most {LARGEST_RING}, with a larger context.ulysses"
         )
     inner = [d for d in range(2, n) if n % d == 0]
-    if context.plan == "double_ring" and context.inner not in inner:
+    if context.algorithm == "double_ring" and context.inner_ring_size not in inner:
         raise ConfigError(
-            f"context.inner={_null(context.inner)} does not divide the ring of {n} into several, "
-            f"as context.plan=double_ring needs: {_fitting('inner', inner)}"
+            f"context.inner_ring_size={_null(context.inner_ring_size)} does not divide the ring of "
+            f"{n} into several, as context.algorithm=double_ring needs: "
+            f"{_fitting('inner_ring_size', inner)}"
         )
     team = [c for c in range(2, n) if n % c**2 == 0]
-    if context.plan == "teams" and context.team not in team:
+    if context.algorithm == "teams" and context.team_size not in team:
         raise ConfigError(
-            f"context.team={_null(context.team)}: its square does not divide the ring of {n}, as "
-            f"context.plan=teams needs: {_fitting('team', team)}"
+            f"context.team_size={_null(context.team_size)}: its square does not divide the ring of "
+            f"{n}, as context.algorithm=teams needs: {_fitting('team_size', team)}"
         )
-    if context.plan == "helpers" and context.order != "contiguous":
+    if context.algorithm == "helpers" and context.position_split != "contiguous":
         raise ConfigError(
-            f"context.order={context.order}: context.plan=helpers is for blocks of which the last "
-            "is the most work; expected contiguous"
+            f"context.position_split={context.position_split}: context.algorithm=helpers "
+            "needs a last block with the most work: expected contiguous"
         )
 
 
 def _check_slices(context: ContextConfig) -> None:
-    """Refuse what cannot attend from one slice of a sequence to those before it."""
+    """Refuse settings with which a slice of a sequence cannot attend to the slices before it."""
     for key, value, wrong, expected in (
-        ("order", context.order, ("striped",), "zigzag or contiguous"),
-        ("plan", context.plan, ("helpers", "teams"), "ring, double_ring, all_gather or your own"),
+        ("position_split", context.position_split, ("striped",), "zigzag or contiguous"),
+        (
+            "algorithm",
+            context.algorithm,
+            ("helpers", "teams"),
+            "ring, double_ring, all_gather or a user function",
+        ),
     ):
         if value in wrong:
             raise ConfigError(
-                f"context.{key}={value} does not go with slices of sequences, which "
-                f"pipeline.schedule makes: expected {expected}"
+                f"context.{key}={value} is not possible with a pipeline.schedule that cuts "
+                f"sequences into slices: expected {expected}"
             )
 
 
 def _fitting(name: str, values: Sequence[int]) -> str:
-    return f"{name} could be {join_or(values)}" if values else "expected context.plan=ring"
+    return f"{name} could be {join_or(values)}" if values else "expected context.algorithm=ring"
 
 
 def _null(value: int | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _check_model(config: Config, where: str) -> None:
+def _check_model(config: Config, setting: str) -> None:
     model = config.model
     for wrong, expected in (
         (model.dropout, f"model.dropout=0, not {model.dropout:g}"),
-        (model.window, f"model.window=null, not {model.window}"),
+        (model.sliding_window, f"model.sliding_window=null, not {model.sliding_window}"),
     ):
         if wrong:
-            raise ConfigError(f"{where} needs {expected}")
+            raise ConfigError(f"{setting} needs {expected}")
 
 
 def _check_heads(config: Config, split: PositionSplit) -> None:
@@ -140,8 +148,8 @@ def _check_heads(config: Config, split: PositionSplit) -> None:
 
 
 def length_multiple(config: Config, split: PositionSplit) -> int:
-    """The number that divides the length of every sequence, or slice: ranks of cp, and of tp under
-    sequence parallelism, have equal parts of it."""
+    """Return the number that must divide the length of every sequence and every slice, so that all
+    cp ranks (with sequence parallelism, all cp x tp ranks) hold equally many positions."""
     return split.multiple * (config.parallel.tp if config.parallel.sequence_parallel else 1)
 
 
@@ -151,7 +159,7 @@ def _check_length(config: Config, split: PositionSplit) -> None:
     if length % multiple:
         parts = f"parallel.cp={split.cp}"
         parts += f" and parallel.tp={tp}" if tp > 1 else ""
-        order = f" in context.order={split.order}" if split.ring > 1 else ""
+        order = f" in context.position_split={split.order}" if split.ring > 1 else ""
         raise ConfigError(
             f"train.sequence_length={length} is not divisible by {multiple}, as {parts}{order} "
             f"need: {nearest_multiples(length, multiple)}"

@@ -1,4 +1,5 @@
-"""The plans by which a run attends over split positions, proved."""
+"""Makes the ring plans of context-parallel attention, and checks that each computes every pair of
+query and key blocks once."""
 
 from __future__ import annotations
 
@@ -15,43 +16,44 @@ from megapipe.errors import ConfigError
 from megapipe.util.user_code import UserCode, is_user_code
 
 Pass = Literal["F", "I"]
-"""Forward and backward of attention, by the operation that they are part of."""
+"""Pass of attention: F is the forward; I is the backward, which is part of the operation I."""
 PASSES: tuple[Pass, ...] = ("F", "I")
 
 
 class ContextPlans(NamedTuple):
-    """Of a ring."""
+    """The forward and the backward plan of a ring."""
 
     forward: Plan
     backward: Plan
     gathers: bool = False
-    """Keys are gathered at once, in the place of what the plans would send."""
+    """Whether one all-gather of keys is used instead of the plans' messages."""
 
     @property
     def turned(self) -> bool:
-        """Whether queries travel in the backward, and keys in the forward."""
+        """Whether queries circulate in the backward; keys circulate in the forward."""
         return self.backward is not self.forward
 
     def of(self, what: Pass) -> tuple[Plan, Sequence[Sequence[Message]]]:
-        """The plan of the forward or the backward, and its messages by exchange."""
+        """Return the plan of a pass, and for each exchange of the pass its messages."""
         if what == "F":
             return self.forward, self.forward.forward
         return self.backward, self.backward.backward
 
     def part(self, what: Pass, rank: int) -> RankPlan:
-        """The share of a member of the ring in the forward or the backward."""
+        """Return the part of a pass's plan that one ring rank executes."""
         return (
             self.forward.forward_parts[rank] if what == "F" else self.backward.backward_parts[rank]
         )
 
 
 def context_plans(config: Config, split: PositionSplit) -> ContextPlans:
-    """Raises :class:`ConfigError` for a plan that does not compute each block once."""
+    """Make the ring plans. Raises :class:`ConfigError` unless they compute each visible pair of
+    query and key blocks once."""
     forward = _plan(config, split.ring)
     if split.ring == 1:
         return ContextPlans(forward, forward)
     backward = forward
-    if config.context.plan in TURNED and queries_travel(config, split):
+    if config.context.algorithm in TURNED and queries_travel(config, split):
         backward = plans.travelling_queries(forward)
     blocks = split.local([config.train.sequence_length], 0).blocks
     first = [min(run.first for run in block.runs) for block in blocks]
@@ -60,36 +62,37 @@ def context_plans(config: Config, split: PositionSplit) -> ContextPlans:
         for plan in (forward, backward):
             plan.prove(lambda queries, keys: first[keys] <= last[queries])
     except PlanError as error:
-        raise ConfigError(f"context.plan={config.context.plan}: {error}") from None
-    return ContextPlans(forward, backward, config.context.plan == "all_gather")
+        raise ConfigError(f"context.algorithm={config.context.algorithm}: {error}") from None
+    return ContextPlans(forward, backward, config.context.algorithm == "all_gather")
 
 
 def _plan(config: Config, n: int) -> Plan:
     context = config.context
-    if context.plan == "double_ring":
-        assert context.inner is not None
-        return plans.double_ring(n, context.inner)
-    if context.plan == "teams":
-        assert context.team is not None
-        return plans.teams(n, context.team)
-    if is_user_code(context.plan):
-        return _own_plan(context.plan, n)
-    return plans.helpers(n) if context.plan == "helpers" else plans.ring(n)
+    if context.algorithm == "double_ring":
+        assert context.inner_ring_size is not None
+        return plans.double_ring(n, context.inner_ring_size)
+    if context.algorithm == "teams":
+        assert context.team_size is not None
+        return plans.teams(n, context.team_size)
+    if is_user_code(context.algorithm):
+        return _own_plan(context.algorithm, n)
+    return plans.helpers(n) if context.algorithm == "helpers" else plans.ring(n)
 
 
 def _own_plan(spec: str, n: int) -> Plan:
-    """A function of the user's gives for each round and rank (queries of, keys of), or None."""
-    code = UserCode(spec, what="context.plan=", error=ConfigError)
-    given = code.call({"ranks": n}, ("ranks",))
+    """Make the ring plan of a user-defined function. For each round and rank the function returns a
+    pair (rank of the queries, rank of the keys), or None if the rank idles."""
+    code = UserCode(spec, what="context.algorithm=", error=ConfigError)
+    returned = code.call({"ranks": n}, ("ranks",))
     try:
         rounds = tuple(
             tuple(None if pair is None else (int(pair[0]), int(pair[1])) for pair in pairs)
-            for pairs in given
+            for pairs in returned
         )
     except (TypeError, ValueError, IndexError):
         raise code.problem(
-            "it returns no list of rounds: expected for each round a list with a pair (queries of, "
-            "keys of) or None for each rank"
+            "it does not return a list of rounds: expected per round a list with a pair "
+            "(queries of, keys of) or None for each rank"
         ) from None
     if not rounds or any(len(pairs) != n for pairs in rounds):
         raise code.problem(f"expected rounds of {n} pairs, one for each rank")
@@ -97,10 +100,10 @@ def _own_plan(spec: str, n: int) -> Plan:
 
 
 def queries_travel(config: Config, split: PositionSplit) -> bool:
-    """Whether in the backward queries go around with their gradients, and not keys, by default
-    since these are fewer bytes (BurstAttention, 2403.09347)."""
-    if config.context.travels != "auto":
-        return config.context.travels == "queries"
+    """Whether queries circulate in the backward, instead of keys and values; gradients circulate
+    too. By default the tensors with fewer bytes circulate (BurstAttention, 2403.09347)."""
+    if config.context.backward_circulates != "auto":
+        return config.context.backward_circulates == "queries"
     tensors = ring_tensors(config, split)
 
     def size(kind: Kind) -> int:
@@ -112,7 +115,7 @@ def queries_travel(config: Config, split: PositionSplit) -> bool:
 
 
 def ring_tensors(config: Config, split: PositionSplit) -> RingTensors:
-    """Describe the tensors of a micro-batch whose sequences are not cut into slices."""
+    """Return the shapes of a micro-batch's tensors on a ring's ranks, for uncut sequences."""
     model, tp, n = config.model, config.parallel.tp, split.ulysses
     assert model.kv_heads is not None
     assert model.head_dim is not None

@@ -1,18 +1,18 @@
-"""Costs of each stage's operations, as the model's family counts them.
+"""Estimates the cost of each stage's operations from FLOPs that the model spec counts.
 
-By them layers are shared out (:mod:`megapipe.model.partition`) and orders are made for stages that
-differ, before a stage can be built. A plan is drawn and timed by what a run of the stages computes
-(:mod:`megapipe.plan.pace`).
+These costs balance layers over stages (:mod:`megapipe.model.partition`) and order the operations of
+unequal stages, before any stage is built. Plans use measured costs of built stages instead
+(:mod:`megapipe.plan.step_time`).
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megapipe.config.config import Config
-from megapipe.layers.policy import BlockSpan
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layout.activations import block_policies, uniform_recompute
-from megapipe.layout.cuts import slice_time
-from megapipe.layout.family import model_spec_of
+from megapipe.layout.model_spec import model_spec_of
+from megapipe.layout.sequence_slices import slice_time
 from megapipe.model.interface import ModelSpec, Work
 from megapipe.model.partition import StageSpec, balanced, parse_layout
 from megapipe.schedule.cost import Cost, PerStage
@@ -23,12 +23,12 @@ def stage_work(
     family: ModelSpec,
     stages: Sequence[StageSpec],
     spans: Sequence[Sequence[BlockSpan]],
-    again: Collection[int],
+    recomputed: Collection[int],
 ) -> tuple[Work, ...]:
-    """FLOPs per token of each stage, with `spans` as its layers' policies; the stages `again` are
-    recomputed as a whole."""
+    """Count the FLOPs per token of each stage. `spans`: for each stage, the recomputation policies
+    of its blocks. `recomputed`: stages that are recomputed as a whole."""
     return tuple(
-        family.work(stage, own, again=number in again)
+        family.work(stage, own, recompute=number in recomputed)
         for number, (stage, own) in enumerate(zip(stages, spans, strict=True))
     )
 
@@ -36,7 +36,8 @@ def stage_work(
 def relative_cost(
     config: Config, family: ModelSpec, work: Sequence[Work], slice_lengths: Sequence[int]
 ) -> Cost:
-    """The costs of stages in FLOPs per token; messages and replicas take no time."""
+    """Return the costs of the stages in FLOPs per token; messages and reductions take no time. With
+    several `slice_lengths` the costs also have each slice's share."""
     F, I, W, R = zip(*work, strict=True)  # noqa: E741
     sliced = len(slice_lengths) > 1
     shares = slice_time(config, family).shares(slice_lengths) if sliced else None
@@ -44,7 +45,7 @@ def relative_cost(
 
 
 def scaled(cost: Cost, factor: float) -> Cost:
-    """The costs with the times of F, I, W and R multiplied by `factor`."""
+    """Multiply the costs of F, I, W and R by `factor`."""
 
     def times(row: PerStage | None) -> tuple[float, ...]:
         assert isinstance(row, tuple)
@@ -54,8 +55,8 @@ def scaled(cost: Cost, factor: float) -> Cost:
 
 
 def placement_cost(config: Config, placement: Placement) -> Cost:
-    """The costs of a resolved model's stages on a placement for which its layers are balanced; 1 is
-    the forward of a layer."""
+    """Return the costs of a resolved model's stages in units of one layer's forward. The layers are
+    balanced over the stages of `placement`."""
     family, activations = model_spec_of(config), config.activations
     text = balanced(
         family.unit_costs(uniform_recompute(activations)),
@@ -65,6 +66,6 @@ def placement_cost(config: Config, placement: Placement) -> Cost:
     stages = parse_layout(text, family.layers, ends=family.has_embedding_and_head)
     every = range(len(stages))
     kept = stage_work(family, stages, block_policies(activations, stages), ())
-    again = stage_work(family, stages, block_policies(activations, stages, every), every)
-    work = [own._replace(R=other.R) for own, other in zip(kept, again, strict=True)]
+    recomputed = stage_work(family, stages, block_policies(activations, stages, every), every)
+    work = [own._replace(R=other.R) for own, other in zip(kept, recomputed, strict=True)]
     return scaled(relative_cost(config, family, work, ()), 1 / family.reference_layer_flops())

@@ -1,4 +1,4 @@
-"""Keys of `data` that do not go together."""
+"""Refuses keys of the section `data` that conflict or have no effect."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Iterator, Sequence
 from megapipe.config import unused_keys
 from megapipe.config.data import DataConfig, source_key
 from megapipe.config.unused_keys import refuse_unused
-from megapipe.data import given, own
+from megapipe.data import token_file_corpus, user_dataset
 from megapipe.data.corpus.files import is_standard_library
 from megapipe.data.mixture import weight_plan
 from megapipe.data.row_keys import check_fields, no_rows, unread_keys
 from megapipe.data.split import split_ranges
 from megapipe.errors import ConfigError
+from megapipe.text import together
 from megapipe.util.user_code import is_source
-from megapipe.words import together
 
 MOST_SOURCES = 255
-"""Of a mixture: a byte tells them apart."""
+"""Maximum number of sources of a mixture: a source's number is stored as one byte."""
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise :class:`ConfigError` for keys that contradict each other, or that nothing would read;
-    user-defined data sets are loaded."""
+    """Raise :class:`ConfigError` for keys that conflict or have no effect. User-defined data sets
+    are loaded."""
     _check_mixture(data)
     if data.split is not None and data.validation:
         raise ConfigError(
-            f"data.split={data.split} and data.validation: expected one of them, as each says what "
-            "is validated on"
+            f"data.split={data.split} and data.validation both define the validation data: "
+            "expected one of them"
         )
     if data.split is not None:
         split_ranges(data.split, 0)
     _check_fraction(data)
-    if data.samples == "megatron":
+    if data.sample_format == "megatron":
         _check_megatrons(data)
     _check_fim(data)
     check_fields(data)
@@ -46,7 +46,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def _check_fraction(data: DataConfig) -> None:
-    """Refuse a share of documents to hold out where something else says what is held out."""
+    """Refuse ``data.validation_fraction`` if another key defines the validation data."""
     for key, instead in (("validation", "no data.validation"), ("split", "data.split=null")):
         if getattr(data, key) and data.validation_fraction:
             keys, why = ["validation_fraction"], f"with data.{key}"
@@ -54,16 +54,17 @@ def _check_fraction(data: DataConfig) -> None:
 
 
 def _unread(read: DataConfig) -> tuple[str, Sequence[str]]:
-    """Return in words what a source is, and the keys of texts that it is read without."""
+    """Return a description of a source in words, and the names of the keys about texts that have no
+    effect on such a source."""
     if is_source(read.source):
-        return "a data set of your own", given.TEXT_KEYS
-    if "://" in read.source:  # what it is will be known when it is here
+        return "a user data set", token_file_corpus.TEXT_KEYS
+    if "://" in read.source:  # what it is will be known after the download
         return "remote", ()
     return unread_keys(read.source, read.dataset_split)
 
 
 def _sources(data: DataConfig) -> Iterator[tuple[str, DataConfig]]:
-    """Yield every source, with the key that names it and the keys that it is read with."""
+    """Yield the key that names each source, and the section `data` as it applies to the source."""
     for name, read in data.sources.items():
         yield source_key(name), read
     whole = data.model_copy(update={"subset": None, "dataset_split": None})
@@ -103,12 +104,12 @@ def _check_mixture(data: DataConfig) -> None:
 
 
 def _check_megatrons(data: DataConfig) -> None:
-    """Refuse what Megatron-LM's blends do not have."""
+    """Refuse keys of a mixture that Megatron-LM's blends do not support."""
     if data.mixture and all(s.weight is None for s in data.mixture.values()):
-        why = "with data.samples=megatron, which takes sources without weights by their sizes"
+        why = "with data.sample_format=megatron, which takes sources without weights by their sizes"
         refuse_unused("data", data, ["temperature"], why, ", or data.mixture.NAME.weight")
     limits = [f"mixture.{name}.{key}" for name in data.mixture for key in ("tokens", "epochs")]
-    why = "with data.samples=megatron, whose blends have weights alone"
+    why = "with data.sample_format=megatron, whose blends have only weights"
     refuse_unused("data", data, limits, why, "")
     for name, source in data.mixture.items():
         if isinstance(source.weight, list):
@@ -121,10 +122,10 @@ def _check_megatrons(data: DataConfig) -> None:
 def _check_fim(data: DataConfig) -> None:
     if not data.fim_rate:
         return
-    if data.samples not in ("stateless", "packed"):
+    if data.sample_format not in ("stateless", "packed"):
         raise ConfigError(
-            f"data.fim_rate={data.fim_rate}: expected data.samples=stateless or packed, not "
-            f"{data.samples}, or data.fim_rate=0"
+            f"data.fim_rate={data.fim_rate}: expected data.sample_format=stateless or packed, not "
+            f"{data.sample_format}, or data.fim_rate=0"
         )
     if data.fim_tokens is None or len(set(data.fim_tokens)) < 3:
         raise ConfigError(
@@ -136,24 +137,24 @@ def _check_fim(data: DataConfig) -> None:
 def _check_source(
     data: DataConfig, key: str, read: DataConfig, *, alone: bool, without_fields: bool
 ) -> None:
-    """Refuse keys that have no effect on a source of its kind.
+    """Refuse keys that have no effect on this kind of source.
 
-    Those that another source may use are refused only if it is `alone`, and the field of texts
-    where no source has fields.
+    Unless the source is the only one (`alone`), keys that another source can use are accepted.
+    `text_field` is refused only if no source has fields (`without_fields`).
     """
     source, (what, unread) = read.source, _unread(read)
     texts = [name for name in unread if name != "text_field" and key == "data.source"]
     texts += ["text_field"] if without_fields else []
     trained: Sequence[str] = ()
     if is_source(source):
-        own.load(source, ConfigError)
-        texts += [*own.OF_TEXTS] if alone else []
-        trained = ("split", "samples")
-    elif not given.is_token_file(source) and "://" not in source:
+        user_dataset.load(source, ConfigError)
+        texts += [*user_dataset.OF_TEXTS] if alone else []
+        trained = ("split", "sample_format")
+    elif not token_file_corpus.is_token_file(source) and "://" not in source:
         trained = ("split",)
     instead = ", and data.validation_fraction, data.validation.NAME or data.test.NAME"
-    if data.samples == "supervised" and (
-        given.is_token_file(source) or is_standard_library(source)
+    if data.sample_format == "supervised" and (
+        token_file_corpus.is_token_file(source) or is_standard_library(source)
     ):
         raise no_rows(key, source)
     why = f"with {key}={source}, which is {what}"

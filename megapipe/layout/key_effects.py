@@ -1,7 +1,4 @@
-"""Keys whose effect depends on what others come to: a family, a schedule, spans.
-
-Its field says what a key needs of other keys (:class:`~megapipe.config.section.Needs`).
-"""
+"""Checks of keys whose effect depends on the resolved model, schedule or block policies."""
 
 from __future__ import annotations
 
@@ -11,20 +8,23 @@ from megapipe.config.activations import ActivationsConfig
 from megapipe.config.config import Config
 from megapipe.config.unused_keys import refuse_unused
 from megapipe.config.update_rules import RULES, declaration
-from megapipe.layers.policy import BlockSpan
+from megapipe.errors import ConfigError
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.model.kernel_needs import KernelNeeds
-from megapipe.words import join_or
+from megapipe.text import join_or
 
 
 def check_kernels(config: Config, kernels: KernelNeeds, name: str) -> None:
-    """Refuse kernels asked for by name where the family `name` has nothing for them to do.
+    """Refuse kernels in ``kernels.only`` that the model `name` does not call.
 
-    Torch's own are taken, as a configuration may name them for all purposes, but for attention and
-    norms of a family that calls none.
+    A configuration may request torch's kernels for all operations, so these are accepted. But if
+    the model calls none of megapipe's kernels for attention or norms, any request there is refused.
     """
-    wanted, rule = config.kernels, config.optimizer.rule
+    wanted, rule = config.kernels.only, config.optimizer.rule
     lacking = [key for key in ("attention", "norm") if getattr(kernels, key) is None]
-    refuse_unused("kernels", wanted, lacking, f"with {name}, which calls none of megapipe's", "")
+    refuse_unused(
+        "kernels.only", wanted, lacking, f"with {name}, which calls none of megapipe's", ""
+    )
     plain = ("auto", "torch", "loop")
 
     def named(*keys: str) -> Sequence[str]:
@@ -34,29 +34,38 @@ def check_kernels(config: Config, kernels: KernelNeeds, name: str) -> None:
     for keys, has_effect, needed in (
         (named("swiglu"), kernels.gate, "model.activation=swiglu"),
         (named("rotary"), kernels.rotary, "model.positions=rotary"),
-        (named("loss"), kernels.loss, "a loss in chunks (kernels.loss_chunk)"),
-        (named("experts", "expert_rows"), bool(kernels.experts), "model.moe.experts"),
+        (named("loss"), kernels.loss, "a loss in chunks (kernels.loss_chunk_tokens)"),
+        (named("expert_gemm", "moe_elementwise"), bool(kernels.experts), "model.moe.num_experts"),
         (named("optimizer"), declaration(rule).takes_kernel, f"optimizer.rule={takers}"),
     ):
         if not has_effect:
-            refuse_unused("kernels", wanted, keys, f"without {needed}")
+            refuse_unused("kernels.only", wanted, keys, f"without {needed}")
 
 
 def check_slice_times(config: Config, *, is_cut: bool) -> None:
-    """Refuse times of slices where the schedule cuts no sequences."""
-    if not is_cut:
-        keys, why = ["slice_overhead", "slice_attention"], "where sequences are not cut"
-        instead = ", or a pipeline.schedule with slices"
-        refuse_unused("pipeline", config.pipeline, keys, why, instead)
+    """Refuse keys about the time that slices take if the schedule does not cut sequences."""
+    if is_cut:
+        return
+    why, instead = "where sequences are not cut", "a pipeline.schedule with slices"
+    refuse_unused("pipeline", config.pipeline, ["slice_attention_cost"], why, f", or {instead}")
+    overhead = config.pipeline.generator_options.slice_overhead_tokens
+    if overhead is not None:
+        raise ConfigError(
+            f"pipeline.options.slice_overhead_tokens={overhead:g} has no effect {why}: expected "
+            f"null, or {instead}"
+        )
 
 
 def check_keep_attention(
-    activations: ActivationsConfig, spans: Sequence[Sequence[BlockSpan]], again: Collection[int]
+    activations: ActivationsConfig,
+    spans: Sequence[Sequence[BlockSpan]],
+    recomputed: Collection[int],
 ) -> None:
-    """Refuse to keep results of attention where nothing that attends is recomputed."""
+    """Refuse ``activations.keep_attention`` if attention is never recomputed: neither in a block of
+    `spans` nor with a whole stage of `recomputed`."""
     policies = [span.policy for stage in spans for span in stage]
     attends = any({"block", "attention"} & policy.recompute for policy in policies)
-    if not (attends or again):
+    if not (attends or recomputed):
         instead = ", or activations.policy=full, stage or selective with attention"
-        why = "where attention is not run again"
+        why = "where attention is not recomputed"
         refuse_unused("activations", activations, ["keep_attention"], why, instead)

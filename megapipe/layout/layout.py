@@ -1,4 +1,4 @@
-"""Decisions that follow from several keys of a configuration, worked out once."""
+"""The resolved layout: mesh sizes, stages, schedule, and what else depends on several keys."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,15 +7,15 @@ from functools import cached_property
 from typing import Literal
 
 from megapipe.context.split import PositionSplit
-from megapipe.layers.policy import BlockSpan
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layout.context_plan import ContextPlans
-from megapipe.layout.replicas import max_replicas
+from megapipe.layout.zero_stage import max_replicas
 from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec
+from megapipe.schedule.async_schedules.async_schedule import AsyncSchedule, finite
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.streams.stream import AsyncSchedule, finite
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -30,54 +30,57 @@ class Layout:
     cp: int
     ep: int
     etp: int
-    """Sizes of expert parallelism, whose ep x etp ranks are some of dp x cp x tp."""
+    """Size of expert tensor parallelism. The ep x etp ranks that share the experts of a layer are
+    some of the dp x cp x tp ranks."""
     ranks_per_node: int | None
-    """Ranks of a node, where rows are sent within nodes and then between them."""
+    """Number of ranks per node, for hierarchical dispatch; None for other dispatch modes."""
     microbatches: int
-    """Whole micro-batches per step and data-parallel replica."""
+    """Number of whole micro-batches per step and data-parallel replica."""
     world: int
-    """Processes of the job."""
+    """Number of processes of the job."""
     device: DeviceKind
-    """The kind of device that processes compute on, or are planned for."""
+    """Kind of device that processes compute on, or that the plan assumes."""
     in_process: bool
-    """All pipeline ranks share one process."""
+    """Whether all pipeline ranks share one process."""
     model: ModelSpec = field(repr=False)
     stage_layers: tuple[StageSpec, ...]
     sends_tuples: bool
-    """Stages pass on more than one tensor, or one of another type than the model's."""
+    """Whether stages send tuples of tensors, or a type other than the model's."""
     scatters: bool
-    """Each tensor-parallel rank sends only its share of a message that all of them have."""
+    """Whether each tensor-parallel rank sends a shard of the hidden states to the next stage,
+    instead of all of them (scatter-gather)."""
     slice_lengths: tuple[int, ...]
-    """Positions of each slice of a sequence; one where the schedule does not cut them."""
+    """Number of positions of each slice; a single number if sequences are not cut."""
     loss_chunk: int
-    """Most tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
+    """Maximum number of tokens whose logits exist at a time; 0: all tokens of a micro-batch."""
     split: PositionSplit
-    """How positions are split over context-parallel ranks."""
+    """Distribution of positions over context-parallel ranks."""
     context: ContextPlans = field(repr=False)
-    """How these attend to each other's positions."""
+    """Ring plans of context-parallel attention, forward and backward."""
     replicas: ReplicaPolicy
-    """The ZeRO stage in force, and when replicas communicate."""
+    """ZeRO stage in force, and when data-parallel replicas communicate."""
     schedule: Schedule = field(repr=False)
     ramp_schedules: Mapping[int, Schedule] = field(repr=False)
-    """Schedules of the batches before the final one, by their size (``train.batch_ramp``)."""
+    """Schedules for the smaller batches of ``train.batch_ramp``, by batch size."""
     block_policies: tuple[tuple[BlockSpan, ...], ...] = field(repr=False)
-    """How the blocks of each stage keep their activations."""
+    """For each stage, spans of consecutive blocks with one policy: what the blocks recompute,
+    offload and save."""
     freed_by_input_grad: Fraction
-    """The share of a micro-batch's activations that an I frees at least, of whole sequences
-    (:mod:`megapipe.plan.freed`), where a limit of activations counts by it; 0 elsewhere."""
+    """Smallest fraction of a micro-batch's activations that an I frees, for uncut sequences
+    (:mod:`megapipe.plan.activation_split`); 0 if no activation limit or schedule needs it."""
     is_final: bool
-    """All that it depends on is known: the vocabulary, what is ``auto``, and `freed_by_input_grad`
-    where it counts."""
+    """Whether nothing is left to resolve: the vocabulary size is known, no key is ``auto``, and
+    `freed_by_input_grad` is measured if needed."""
     cost: Cost = field(repr=False)
     """Costs of each stage's operations, in FLOPs per token; messages cost nothing."""
     async_schedule: AsyncSchedule | None = field(default=None, repr=False)
-    """The stream by which to train where ``pipeline.weights`` is not synchronous; then `schedule`
-    is a synchronous one of the same stages and micro-batches."""
+    """No-flush schedule of the run, if ``pipeline.weight_versions`` is not synchronous. `schedule`
+    is then a synchronous schedule with the same stages and micro-batches."""
 
     @cached_property
     def run_schedule(self) -> Schedule:
-        """The operations that run: those of a step, or of a stream as many windows as it takes to
-        be steady and to run dry."""
+        """Schedule of one step. For a no-flush schedule: of as many update windows as it takes to
+        reach the steady state and to drain."""
         if self.async_schedule is None:
             return self.schedule
         windows = finite(self.async_schedule, 2 * self.async_schedule.ahead + 3)
@@ -85,70 +88,73 @@ class Layout:
 
     @property
     def tied_embedding_is_linked(self) -> bool:
-        """Whether a tied embedding has a bucket on the first stage, which updates it, and one on
-        the last, which gets a copy; otherwise it has one that all share."""
+        """Whether a tied embedding has two buckets: one on the first stage, which updates the
+        weights, and one on the last stage, which receives them. Otherwise all holders of the
+        embedding share one bucket."""
         return self.async_schedule is not None and self.pipeline_processes > 1
 
     @property
     def stages(self) -> int:
-        """Virtual stages."""
+        """Number of virtual stages."""
         return len(self.stage_layers)
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per pipeline rank, rounded up."""
+        """Number of virtual stages per pipeline rank, rounded up."""
         return -(-self.stages // self.pp)
 
     @property
     def dp_cp(self) -> int:
-        """Processes that compute with the same weights, whose gradients are added up."""
+        """Number of processes that share weights and sum their gradients: dp x cp."""
         return self.dp * self.cp
 
     @property
     def edp(self) -> int:
-        """Processes with the same part of what is split over ep, of any tokens."""
+        """Number of processes that hold the same experts, or the same parts of them with etp
+        (expert data parallelism)."""
         return self.dp_cp * self.tp // self.ep_ranks
 
     @property
     def ep_sizes(self) -> tuple[int, int]:
-        """ep and etp."""
+        """Sizes of expert parallelism and expert tensor parallelism: (ep, etp)."""
         return self.ep, self.etp
 
     @property
     def ep_ranks(self) -> int:
-        """Processes of a pipeline index that have all of what is split over ep together."""
+        """Number of processes over which the experts of a layer are split: ep x etp."""
         return self.ep * self.etp
 
     @property
     def max_dp(self) -> int:
-        """The most processes that compute with the same weights."""
+        """Number of processes that hold equal weights: `dp_cp`, or for experts `edp` if it is
+        more."""
         return max_replicas(self.model, self.dp_cp, self.edp)
 
     @property
     def uses_attention_tiles(self) -> bool:
-        """Whether positions are split, or results of attention are kept for a second run."""
-        kept = any(span.policy.keeps_attention for spans in self.block_policies for span in spans)
+        """Whether attention runs in tiles: with cp, or if recomputed blocks save its results."""
+        kept = any(span.policy.saves_attention for spans in self.block_policies for span in spans)
         return self.split.cp > 1 or kept
 
     @property
     def local_lengths(self) -> tuple[int, ...]:
-        """Positions of each slice that a context-parallel rank holds."""
+        """Number of positions of each slice on one context-parallel rank."""
         return tuple(length // self.cp for length in self.slice_lengths)
 
     @property
     def local_length(self) -> int:
-        """Positions of a sequence that a context-parallel rank holds."""
+        """Number of positions of a sequence on one context-parallel rank."""
         return sum(self.local_lengths)
 
     @property
     def pipeline_processes(self) -> int:
-        """Processes along the pipeline axis."""
+        """Number of processes along the pipeline axis; 1 if pipeline ranks share a process."""
         return 1 if self.in_process else self.pp
 
     def process_ranks(self, rank: int) -> Sequence[int]:
-        """The pipeline ranks of the process that has `rank`."""
+        """Return all pipeline ranks of the process with pipeline rank `rank`."""
         return range(self.pp) if self.in_process else [rank]
 
     def process_stages(self, rank: int) -> Sequence[int]:
-        """The stages of the process that has pipeline rank `rank`."""
+        """Return all stages of the process with pipeline rank `rank`."""
         return range(self.stages) if self.in_process else self.schedule.placement.stages_of(rank)

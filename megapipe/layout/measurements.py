@@ -1,4 +1,5 @@
-"""Where a layout depends on what stages of it keep and send: who runs them tells."""
+"""Interface of the functions that measure stages. The caller passes them to
+:func:`~megapipe.layout.resolve.resolve`, so the layout needs no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from megapipe.layout.layout import Layout
 
 
 class ExpertForm(NamedTuple):
-    """How tokens get to their experts, as the section `experts` has it."""
+    """Resolved `dispatch` and `overlap_chunks` of the section `experts`."""
 
     dispatch: str
-    chunks: int
+    overlap_chunks: int
 
 
 class Measurements(NamedTuple):
-    """Functions that run stages of a layout without values."""
+    """Functions that measure a layout by running its stages on meta tensors."""
 
     freed: Callable[[Config, Layout], Fraction]
-    """The share of a micro-batch's activations that an I frees at every stage."""
+    """Function that measures the smallest fraction of activations that an I frees."""
     experts: Callable[[Config, Layout], ExpertForm]
-    """A choice for what is `auto` in the section `experts`, of a layout without it."""
+    """Function that chooses values for `experts.dispatch` and `overlap_chunks` if auto."""

@@ -1,7 +1,7 @@
-"""From a configuration to a layout: everything that several keys decide together.
+"""Makes a layout from a configuration: everything that depends on several keys together.
 
-:func:`resolve` fills in what depends on other keys and proves that the sizes fit each other,
-before any process group exists. It imports no torch.
+:func:`resolve` fills in what depends on other keys and proves that the sizes fit each other, before
+any process group exists. It imports no torch.
 """
 
 from collections.abc import Sequence
@@ -14,39 +14,40 @@ from megapipe.config.pipeline import PipelineConfig
 from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError, MegapipeError, ScheduleError
 from megapipe.layout.activations import block_policies, recomputed_stages, uniform_recompute
+from megapipe.layout.async_schedule import async_schedule_of
 from megapipe.layout.checks import check, check_compile, check_slices, check_urls
 from megapipe.layout.context_checks import check_context, split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.layout.costs import relative_cost, stage_work
-from megapipe.layout.cuts import balanced_slices_for, fastest_slices_for, is_cut_by_time
 from megapipe.layout.devices import device_kind
-from megapipe.layout.family import model_spec_of, resolved_lora, resolved_model
+from megapipe.layout.elastic_layouts import elastic_config, ranks_per_replica
 from megapipe.layout.key_effects import check_keep_attention, check_slice_times
 from megapipe.layout.layout import DeviceKind, Layout
-from megapipe.layout.links import sends_tuples, uses_scatter_gather
 from megapipe.layout.measurements import Measurements
+from megapipe.layout.model_spec import model_spec_of, resolved_lora, resolved_model
 from megapipe.layout.moe.checks import check_pieces
 from megapipe.layout.moe.dispatch import check_dispatch, resolved_experts
-from megapipe.layout.others import elastic_config, ranks_per_replica
-from megapipe.layout.replicas import max_replicas, replica_policy
-from megapipe.layout.streams import async_schedule_of
+from megapipe.layout.p2p import sends_tuples, uses_scatter_gather
+from megapipe.layout.sequence_slices import balanced_slices_for, fastest_slices_for, is_cut_by_time
+from megapipe.layout.speeds import resolved_plan
+from megapipe.layout.zero_stage import max_replicas, replica_policy
 from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import gpipe_on
-from megapipe.schedule.generators.lists import split_backwards
+from megapipe.schedule.generators.op_lists import split_backwards
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by, is_user_schedule, load
+from megapipe.schedule.load import is_user_schedule, load, takes_option
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import validate
-from megapipe.words import nearest_multiples
+from megapipe.text import nearest_multiples
 
 BYTE_VOCABULARY = 257
 """Size of the byte tokenizer's vocabulary: 256 bytes and the end-of-document mark."""
 
 MOST_PASSES = 4_000_000
-"""Most passes of a micro-batch through a stage in one step; a schedule lists each of them."""
+"""Maximum number of (micro-batch, stage) pairs in a step; a schedule lists each pair."""
 
 
 def resolve(
@@ -59,24 +60,31 @@ def resolve(
     before: Layout | None = None,
     measure: Measurements | None = None,
 ) -> tuple[Config, Layout]:
-    """`config` with every dependent default filled in, and the layout that it describes.
+    """Return `config` with every dependent default filled in, and the layout that it describes.
 
-    `world` is the number of processes; None, without a launcher, takes what the layout needs.
-    `vocab_size` is the tokenizer's; None takes what is known without loading it. If that is
-    nothing, ``model.vocab_size`` stays None, and the default partition counts the head as one
-    layer until the configuration is resolved with the tokenizer at hand; an order that goes by
-    costs then has one micro-batch. `device` is what the run computes on; None takes what can be
-    said without torch (:func:`~megapipe.layout.devices.device_kind`).
-    `before` is the layout of `config` if that was resolved before: making a schedule and proving it
-    may take seconds, so its schedule is kept unless the tokenizer or the device changes it.
-    `measure` runs stages without values. It is asked for the share of a micro-batch's activations
-    that an I frees, where an order or a limit of memory counts by that, and for the choice of
-    ``experts.dispatch=auto`` and ``experts.chunks=auto``. Without it, there, an order that depends
-    on costs has one micro-batch, no limit is checked, and `auto` stays: the layout has rows that
-    travel in one chunk.
+    `world`: number of processes. None, if there is no launcher: ``plan.gpus``, or else as many as
+    the layout needs.
 
-    Raises :class:`ConfigError`, also for a wrong number of processes, in one
-    line that begins with `where`.
+    `vocab_size`: size of the tokenizer's vocabulary. None: only the byte tokenizer's size is known,
+    without loading a tokenizer. If the size is unknown, ``model.vocab_size`` stays None, and the
+    default partition counts the head as one layer until the configuration is resolved with the
+    tokenizer's size; a schedule that depends on costs then has one micro-batch.
+
+    `device`: kind of device of the run. None: as far as it is known without torch
+    (:func:`~megapipe.layout.devices.device_kind`).
+
+    `before`: the layout that an earlier call has made for `config`, if any. Making and proving a
+    schedule may take seconds, so the earlier layout's schedule is reused unless the tokenizer or
+    the device changes it.
+
+    `measure`: functions that run stages without values. They measure the fraction of a
+    micro-batch's activations that an I frees, if a schedule or a memory limit depends on it, and
+    resolve ``experts.dispatch=auto`` and ``experts.overlap_chunks=auto``. If they are needed and
+    missing, a schedule that depends on costs has one micro-batch, memory limits are not checked,
+    and `auto` stays: the layout then dispatches rows in one chunk.
+
+    Raises :class:`ConfigError`, also for a wrong number of processes, in one line that begins with
+    the text `where`.
     """
     try:
         return _resolve(config, world, vocab_size, device, before, measure)
@@ -95,12 +103,16 @@ def _resolve(
     check_urls(given)
     if vocab_size is None and given.data.tokenizer == "byte":
         vocab_size = BYTE_VOCABULARY
-    given = elastic_config(given, world)
+    number, named = world, f"world size {world}"
+    if world is None:
+        number, named = given.plan.gpus, f"plan.gpus={given.plan.gpus}"
+    given = elastic_config(given, number, named)
     model = resolved_model(given, vocab_size)
-    parallel, processes = _resolved_mesh(given, world)
+    parallel, processes = _resolved_mesh(given, number, named, launched=world is not None)
     dp = parallel.dp or 1
     lora = resolved_lora(given.lora, model)
     config = given.model_copy(update={"model": model, "parallel": parallel, "lora": lora})
+    config = config.model_copy(update={"plan": resolved_plan(given)})
     check_effects(given)
     device = device or device_kind(config)
     config = config.model_copy(update={"experts": resolved_experts(config)})
@@ -111,9 +123,10 @@ def _resolve(
     check(config, family, dp, processes)
     microbatches = _microbatches(config, dp)
     stream = async_schedule_of(config, microbatches)
-    # an order that goes by costs is made when the stages are known; a short one has its placement
+    # a schedule that depends on costs is made when the stages are known; a short one has its
+    # placement
     by_time = is_cut_by_time(config)
-    by_cost = by_time or goes_by(config.pipeline.schedule, "cost")
+    by_cost = by_time or takes_option(config.pipeline.schedule, "cost")
     if before is not None and not by_cost:
         schedule = before.schedule
     else:
@@ -145,11 +158,13 @@ def _resolve(
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        ranks_per_node=config.experts.node if config.experts.dispatch == "hierarchical" else None,
+        ranks_per_node=config.experts.ranks_per_node
+        if config.experts.dispatch == "hierarchical"
+        else None,
         microbatches=microbatches,
         world=processes,
         device=device,
-        in_process=config.pipeline.channels == "in_process",
+        in_process=config.pipeline.transport == "in_process",
         model=family,
         stage_layers=stages,
         sends_tuples=tuples,
@@ -198,7 +213,7 @@ def _resolve(
 
 
 def _with_experts(config: Config, layout: Layout, measure: Measurements) -> Config:
-    """Choose in the place of each `auto` of experts, and check what is chosen."""
+    """Replace every `auto` in the section `experts` by a measured choice, and check the section."""
     found = measure.experts(config, layout)
     config = config.model_copy(
         update={"experts": config.experts.model_copy(update=found._asdict())}
@@ -208,15 +223,15 @@ def _with_experts(config: Config, layout: Layout, measure: Measurements) -> Conf
 
 
 def counts_freed(config: Config) -> bool:
-    """Whether anything depends on the share of activations that an I frees."""
+    """Whether a schedule or a limit depends on the fraction of activations that an I frees."""
     pipeline = config.pipeline
-    if pipeline.memory_limit is not None or pipeline.schedule == "auto":
+    if pipeline.activation_limit is not None or pipeline.schedule == "auto":
         return True
-    return goes_by(pipeline.schedule, "freed")
+    return takes_option(pipeline.schedule, "freed")
 
 
 def _prove(config: Config, schedule: Schedule, before: Layout | None) -> None:
-    """Prove that the schedule can be executed, unless it was before."""
+    """Prove that the schedule can be executed, unless the layout `before` has the same schedule."""
     if before is not None and schedule is before.schedule:
         return
     try:
@@ -225,11 +240,16 @@ def _prove(config: Config, schedule: Schedule, before: Layout | None) -> None:
         raise ConfigError(f"pipeline.schedule={config.pipeline.schedule}: {error}") from None
 
 
-def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, int]:
+def _resolved_mesh(
+    config: Config, world: int | None, named: str, *, launched: bool
+) -> tuple[ParallelConfig, int]:
+    """Return the section `parallel` with dp filled in, and the number of processes. `world`: given
+    number of processes; None: as many as the layout needs. `named`: text for `world` in errors.
+    `launched`: whether a launcher has started the processes."""
     parallel = config.parallel
     if parallel.backend == "nccl" and parallel.device == "cpu":
         raise ConfigError("parallel.backend=nccl needs parallel.device=cuda, not cpu")
-    if config.pipeline.channels == "in_process":
+    if config.pipeline.transport == "in_process":
         factors = f"cp {parallel.cp} x tp {parallel.tp} (the pipeline runs in each process)"
     else:
         factors = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp}"
@@ -239,27 +259,28 @@ def _resolved_mesh(config: Config, world: int | None) -> tuple[ParallelConfig, i
     elif parallel.dp is None:
         if world % inner:
             raise ConfigError(
-                f"world size {world} does not divide into {factors}: expected a multiple of {inner}"
-                f"; {_start_with(inner)}"
+                f"{named} does not divide into {factors}: expected a multiple of {inner}"
+                f"{_start_with(inner) if launched else ''}"
             )
         dp = world // inner
     else:
         dp = parallel.dp
         if world != dp * inner:
             raise ConfigError(
-                f"world size {world} for dp {dp} x {factors}: expected {dp * inner}; "
-                f"{_start_with(dp * inner)}"
+                f"{named} for dp {dp} x {factors}: expected {dp * inner}"
+                f"{_start_with(dp * inner) if launched else ''}"
             )
     return parallel.model_copy(update={"dp": dp}), dp * inner
 
 
 def _start_with(world: int) -> str:
-    """The command that starts `world` processes, on nodes of eight where one is too small."""
+    """Return the end of an error message: a command that starts `world` processes, on nodes of
+    eight ranks if possible."""
     if world > 8 and world % 8 == 0:
         where = f"--nnodes {world // 8} --nproc 8 --rdzv-endpoint HOST:PORT --rdzv-id ID"
     else:
         where = f"--nproc {world}"
-    return f"start with python -m megapipe.launch {where} -m megapipe train ..."
+    return f"; start with python -m megapipe.launch {where} -m megapipe train ..."
 
 
 def _microbatches(config: Config, dp: int) -> int:
@@ -292,16 +313,17 @@ def _check_ramp(config: Config, ramp: Sequence[int], per_round: int) -> None:
             )
     if config.pipeline.schedule == "auto":
         raise ConfigError(
-            f"{where}: pipeline.schedule=auto searches an order of one number of micro-batches: "
-            "expected null, or another schedule"
+            f"{where}: pipeline.schedule=auto searches an order for one number of "
+            "micro-batches: expected train.batch_ramp=null, or another pipeline.schedule"
         )
 
 
 def _smaller(
     config: Config, layout: Layout, slices: int | None, *, final: bool
 ) -> dict[int, Schedule]:
-    """Schedules of the batches that lead to the final one, proved; `slices` as in
-    :func:`_schedule`. Those of a `final` layout keep the limit of memory."""
+    """Make and prove the schedules for the smaller batches of ``train.batch_ramp``, by batch size.
+    `slices`: number of slices if the configuration leaves it open. With `final` the schedules must
+    keep the activation limit."""
     found, like = {}, layout.schedule
     for batch in config.train.batches.sizes[:-1]:
         microbatches = batch // (config.train.microbatch * layout.dp)
@@ -325,7 +347,11 @@ def _smaller(
 
 
 def _partition(config: Config, family: ModelSpec, placement: Placement) -> tuple[StageSpec, ...]:
-    chosen, stages, ends = config.pipeline.layout, placement.stages, family.has_embedding_and_head
+    chosen, stages, ends = (
+        config.pipeline.stage_layout,
+        placement.stages,
+        family.has_embedding_and_head,
+    )
     if chosen is None:
         text = balanced(
             family.unit_costs(uniform_recompute(config.activations)), placement, ends=ends
@@ -335,9 +361,9 @@ def _partition(config: Config, family: ModelSpec, placement: Placement) -> tuple
     specs = parse_layout(text, family.layers, ends=ends)
     if len(specs) != stages:
         raise ConfigError(
-            f"pipeline.layout={text!r} has {len(specs)} stages: expected {stages}, as "
-            f"pipeline.schedule={config.pipeline.schedule} has on parallel.pp="
-            f"{config.parallel.pp} ranks"
+            f"pipeline.stage_layout={text!r} has {len(specs)} stages: expected {stages}, as "
+            f"pipeline.schedule={config.pipeline.schedule} has on parallel.pp={config.parallel.pp} "
+            "ranks"
         )
     return specs
 
@@ -349,9 +375,9 @@ def _schedule(
     slices: int | None = None,
     freed: Fraction | None = None,
 ) -> Schedule:
-    """The schedule. If it depends on costs and none is given, only its placement counts. `slices`
-    is their number where the configuration may leave it open, `freed` the share of activations
-    that an I frees."""
+    """Make the schedule. Without `cost`, a schedule that depends on costs has the right placement,
+    but not the final order. `slices`: number of slices if the configuration leaves it open.
+    `freed`: fraction of a micro-batch's activations that an I frees."""
     pipeline, pp = config.pipeline, config.parallel.pp
     passes = microbatches * pp * (pipeline.chunks or 1)
     if passes > MOST_PASSES:
@@ -361,7 +387,7 @@ def _schedule(
             f"most {MOST_PASSES}; raise train.microbatch"
         )
     try:
-        if pipeline.schedule == "two_group" and pipeline.weights != "synchronous":
+        if pipeline.schedule == "two_group" and pipeline.weight_versions != "synchronous":
             schedule = gpipe_on(loop(pp, 2), microbatches)
         elif pipeline.schedule == "auto":
             schedule = _begin_auto(pipeline, pp, microbatches)
@@ -370,13 +396,8 @@ def _schedule(
                 pipeline.schedule,
                 ranks=pp,
                 microbatches=microbatches,
-                chunks=pipeline.chunks,
-                group=pipeline.group,
-                slices=slices or pipeline.slices,
-                pairs=pipeline.pairs,
-                replicas=pipeline.replicas,
-                advance=pipeline.advance,
-                memory_limit=pipeline.memory_limit,
+                **{**pipeline.arguments, "slices": slices or pipeline.sequence_slices},
+                activation_limit=pipeline.activation_limit,
                 cost=cost,
                 freed=freed,
             )
@@ -393,14 +414,15 @@ def _schedule(
 
 
 def _recomputing(config: Config, schedule: Schedule) -> Schedule:
-    """The schedule with the stages that ``activations.policy`` has run again as a whole."""
+    """Add the stages with ``activations.policy=stage`` to those that the schedule recomputes."""
     stages = recomputed_stages(config.activations, schedule.placement.stages)
     name = config.pipeline.schedule
     if schedule.slices > 1 and (stages or config.activations.offload):
         key = "policy=stage" if stages else f"offload={config.activations.offload}"
         raise ConfigError(
-            f"activations.{key}: pipeline.schedule={name} cuts sequences into slices, whose keys "
-            "and values are shared: expected another policy, and no offload"
+            f"activations.{key}: pipeline.schedule={name} cuts sequences into slices, which "
+            "share keys and values: expected another activations.policy, and no "
+            "activations.offload"
         )
     if stages and name == "auto":
         raise ConfigError(
@@ -411,23 +433,25 @@ def _recomputing(config: Config, schedule: Schedule) -> Schedule:
 
 
 def _check_memory(config: Config, schedule: Schedule, freed: Fraction) -> None:
-    """Check that no rank holds more micro-batches than the limit; I frees a share of each."""
-    limit = config.pipeline.memory_limit
+    """Check that every rank keeps ``activation_limit``. `freed`: fraction of a micro-batch's
+    activations that an I frees."""
+    limit = config.pipeline.activation_limit
     if limit is None:
         return
     held = peak_weighted(schedule, freed)
     rank = max(range(len(held)), key=held.__getitem__)
     if held[rank] > limit:
         raise ConfigError(
-            f"pipeline.memory_limit={limit:g}: schedule {schedule.name} holds the activations of "
-            f"{float(held[rank]):g} micro-batches on rank {rank}: expected a limit of at least that"
+            f"pipeline.activation_limit={limit:g}: schedule {schedule.name} holds the activations "
+            f"of {float(held[rank]):g} micro-batches on rank {rank}: expected a limit of at least "
+            "that"
         )
 
 
 def _begin_auto(pipeline: PipelineConfig, ranks: int, microbatches: int) -> Schedule:
-    """The schedule whose costs `pipeline.schedule=auto` measures: the first on its placement that
-    keeps the limit, or the one that holds least."""
-    chunks, limit = pipeline.chunks, pipeline.memory_limit
+    """Return the schedule with which ``schedule=auto`` measures costs: of the candidates for
+    ``pipeline.placement`` the first that keeps the activation limit, or else the last."""
+    chunks, limit = pipeline.chunks, pipeline.activation_limit
     if pipeline.placement == "v":
         names = ["zb_v", "v_half", "v_min"]
     elif pipeline.placement == "wave":
@@ -437,7 +461,7 @@ def _begin_auto(pipeline: PipelineConfig, ranks: int, microbatches: int) -> Sche
     else:
         names = ["zb_h1", "zb_1p"]
     schedules = (
-        load(name, ranks=ranks, microbatches=microbatches, chunks=chunks, memory_limit=limit)
+        load(name, ranks=ranks, microbatches=microbatches, chunks=chunks, activation_limit=limit)
         for name in names
     )
     for schedule in schedules:

@@ -1,4 +1,4 @@
-"""Arguments of a pipeline of modules, and whether they fit together."""
+"""Arguments of a pipeline of user-defined modules, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_RANKS = 2
 
 
 def list_of_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """`modules` as a list; raises :class:`ConfigError` for anything else."""
+    """Return `modules` as a list; raise :class:`ConfigError` for anything else."""
     is_list = isinstance(modules, (list, tuple, nn.Sequential, nn.ModuleList))
     found = list(modules) if is_list else []
     if not found:
@@ -30,7 +30,8 @@ def list_of_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def number_of_ranks(ranks: int | None, schedule: str | Schedule, *, distributed: bool) -> int:
-    """Pipeline ranks: as given, or those of the process group or the schedule, or two."""
+    """Return the number of pipeline ranks: the size of the process group if `distributed`, else
+    `ranks`. Without `ranks` it is the number in a Schedule object, or two for other schedules."""
     if distributed:
         world = world_size()
         if world is None:
@@ -47,11 +48,12 @@ def number_of_ranks(ranks: int | None, schedule: str | Schedule, *, distributed:
 
 
 def fitting(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
-    """The schedule; raises :class:`ConfigError` unless it has these sizes and no slices."""
+    """Return `schedule`. Raise :class:`ConfigError` if it has another number of ranks or
+    micro-batches, or if it cuts sequences into slices."""
     if schedule.slices > 1:
         raise ConfigError(
-            f"schedule {schedule.name} cuts sequences into {schedule.slices} slices, which modules "
-            "know nothing of: expected one without slices"
+            f"schedule {schedule.name} cuts sequences into {schedule.slices} slices, which "
+            "nn.Modules do not support: expected a schedule without slices"
         )
     sizes = {
         "ranks": (schedule.placement.ranks, ranks),
@@ -68,7 +70,7 @@ def fitting(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
 def tensors_of(
     batch: Sequence[Tensors], device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The inputs and the targets of a batch, each as a tuple of tensors on `device`."""
+    """Return the inputs and the targets of a batch, each as a tuple of tensors on `device`."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise ConfigError("batch: expected (inputs, targets) or (tokens, labels, mask)")
 
@@ -86,8 +88,8 @@ def tensors_of(
 
 
 def cost_of(module: nn.Module) -> int:
-    """Estimated cost of a sample in a module: 1 and the number of its parameters, without those of
-    embeddings, of which a sample uses few."""
+    """Estimate the cost of a sample in a module: 1 plus its number of parameters. Parameters of
+    embeddings do not count, since a sample uses few of them."""
     return 1 + sum(
         parameter.numel()
         for inner in module.modules()

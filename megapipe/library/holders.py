@@ -1,4 +1,4 @@
-"""Gradients of stages that several ranks hold, as those of bidirectional schedules do."""
+"""Gradients of stages that several ranks hold, as in bidirectional schedules."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megapipe.errors import ConfigError
 
 
 class SharedStageGrads:
-    """The parameters that this rank holds together with other ranks, and the groups of these ranks.
+    """Parameters that several ranks hold, and the groups over which their gradients are summed.
 
-    `parameters` and `homes` have an item for each stage: its parameters, and its ranks in ascending
-    order. All ranks make this object together.
+    `parameters` and `holders` have an item for each stage: the stage's parameters, and the ranks
+    that hold it, ascending. Construction is collective over all ranks.
     """
 
     def __init__(
         self,
         parameters: Sequence[Sequence[Parameter]],
-        homes: Sequence[tuple[int, ...]],
+        holders: Sequence[tuple[int, ...]],
         mesh: ParallelMesh,
     ) -> None:
         axes: dict[tuple[int, ...], Axis] = {}
         self._shared: dict[Parameter, Axis] = {}
-        for own, ranks in zip(parameters, homes, strict=True):
+        for own, ranks in zip(parameters, holders, strict=True):
             if len(ranks) == 1 or mesh.rank not in ranks:
                 continue
             if ranks not in axes:
@@ -36,22 +36,25 @@ class SharedStageGrads:
             self._shared.update({p: axes[ranks] for p in own if p.requires_grad})
 
     @staticmethod
-    def check(parameters: Sequence[Sequence[Parameter]], homes: Sequence[tuple[int, ...]]) -> None:
-        """Raise :class:`ConfigError` for a parameter in stages of different ranks."""
+    def check(
+        parameters: Sequence[Sequence[Parameter]], holders: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Raise :class:`ConfigError` if stages of different ranks share a parameter."""
         seen: dict[Parameter, int] = {}
         for stage, own in enumerate(parameters):
             for parameter in own:
                 other = seen.setdefault(parameter, stage)
-                if homes[other] != homes[stage]:
+                if holders[other] != holders[stage]:
                     raise ConfigError(
                         f"modules: stages {other} and {stage} share a parameter of shape "
-                        f"{list(parameter.shape)}, and are on ranks {list(homes[other])} and "
-                        f"{list(homes[stage])}: expected them in one process"
+                        f"{list(parameter.shape)} but are on ranks {list(holders[other])} and "
+                        f"{list(holders[stage])}: expected them in one process"
                     )
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Sum gradients that arise in the context over the holders; then add the earlier ones."""
+        """Sum over the holders, at the end of the context, the gradients that were computed in it;
+        then add the gradients from before the context."""
         before = {parameter: parameter.grad for parameter in self._shared}
         for parameter in self._shared:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""The loss of a batch from those of its micro-batches."""
+"""The loss of a batch, composed of the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megapipe.errors import ConfigError
 from megapipe.model.modules.stage import cross_entropy
 
 Weigh = Callable[[int], float]
-"""Samples of a micro-batch -> factor of its loss."""
+"""Function from a micro-batch's number of samples to the factor of its loss."""
 
 
 class Objective:
-    """The `loss` of a micro-batch, and the weights with which those of a step make the batch's: see
-    :class:`~megapipe.library.pipeline.Pipeline`."""
+    """Loss function of a micro-batch, and the factors with which a step's micro-batch losses add up
+    to the loss of the whole batch."""
 
     def __init__(
         self, loss: Callable[..., Tensor] | None, reduction: Literal["mean", "sum"]
@@ -31,7 +31,8 @@ class Objective:
         self._of_tokens = loss is None
 
     def weights(self, targets: tuple[Tensor, ...], samples: int) -> Weigh:
-        """The factors of the micro-batches' losses in a batch of `samples` samples."""
+        """Return the function that weighs the micro-batches' losses, for a batch of `samples`
+        samples."""
         if self._of_tokens:
             if len(targets) > 2:
                 raise ConfigError(
@@ -46,5 +47,5 @@ class Objective:
 
 
 def _token_losses(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Sum of the token losses that `mask` does not leave out, []."""
+    """Return the sum of the token losses that `mask` selects, []."""
     return cross_entropy(logits, labels, torch.ones_like(labels) if mask is None else mask)

@@ -1,8 +1,8 @@
-"""A pipeline of a list of modules, for a training loop of one's own.
+"""A pipeline of a list of modules, for a user-defined training loop.
 
-In one process it runs all pipeline ranks, so the order of the operations and its effects can be
-looked at in a notebook; over a process group each rank runs its own stages. Both use the engine of
-training. The values of the modules are left alone: an optimizer of one's own updates them::
+One process can run all pipeline ranks, to study the order of operations and its effects in a
+notebook. Over a process group each rank runs its own stages. Both use the engine of training. The
+pipeline does not update the modules; that is up to a user-defined optimizer::
 
     pipe = Pipeline(modules, schedule="1f1b", microbatches=4, ranks=2)
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -48,39 +48,40 @@ from megapipe.model.partition import StageSpec, balanced, from_counts, parse_lay
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.load import load
 from megapipe.schedule.lower import lower, pairs
+from megapipe.text import nearest_multiples
 from megapipe.train.feed import work_items
-from megapipe.words import nearest_multiples
 
 
 class Pipeline:
     """The stages of `modules` that this process runs, under a schedule.
 
     Args:
-        modules: modules with their values, or an ``nn.Sequential``. Each takes what the one before
-            returns: a tensor, or a tuple of tensors as so many arguments. The first dimension of
-            every tensor counts samples.
-        schedule: a registered name, ``module:function``, a file in CSV, or a
-            :class:`~megapipe.schedule.ir.Schedule`. One that cuts sequences into slices is refused.
-        microbatches: micro-batches of a step; a batch is cut into so many of equal size.
-        ranks: pipeline ranks; by default two, or those of the process group.
-        chunks: stages of each rank, for schedules that take them.
-        layout: how many modules each stage has, as a list or as text: ``"L*2 | L*3"``. By default
-            stages have about equally many parameters, without those of embeddings.
+        modules: modules with their values, or an ``nn.Sequential``. Each module takes the output of
+            the previous one: a tensor, or a tuple of tensors as separate arguments. The first
+            dimension of every tensor counts samples.
+        schedule: a registered name, ``module:function``, a CSV file, or a
+            :class:`~megapipe.schedule.ir.Schedule`. Schedules that cut sequences into slices are
+            refused.
+        microbatches: number of micro-batches per step. A batch is divided into equal micro-batches.
+        ranks: number of pipeline ranks; by default two, or the size of the process group.
+        chunks: number of stages per rank (model chunks), for schedules that take this argument.
+        layout: number of modules of each stage, as a list or as text: ``"L*2 | L*3"``. By default
+            stages have about equally many parameters, not counting embeddings.
         loss: a function (output of the last module, targets) -> loss, []. By default the
             cross-entropy of logits [..., V] with labels [...], in nats: the mean over the batch,
             with a mask [...] over its unmasked labels.
-        reduction: what is made of the values of `loss`, one per micro-batch: with ``mean``, for a
-            loss that is a mean over its samples, their mean; with ``sum`` their sum. So it is the
-            loss of the whole batch either way.
-        seed: of the random numbers that modules draw while they run: they follow from the seed, the
-            step, the micro-batch and the module, whatever the schedule and the number of ranks.
+        reduction: how the values of `loss`, one per micro-batch, are combined: ``mean`` takes their
+            mean, for a loss that is a mean over its samples; ``sum`` takes their sum. Either way
+            the result is the loss of the whole batch.
+        seed: seed of the random numbers that modules draw while they run. The numbers depend on
+            seed, step, micro-batch and module, but not on the schedule or the number of ranks.
         distributed: run over the ranks of torch's default process group, one pipeline rank in each.
-            Every rank makes all modules, with the same values, and runs its own.
-        timeout_s: how long ranks wait for each other, seconds.
+            Every rank makes all modules, with the same values, and runs its own stages.
+        timeout_s: how long ranks wait for each other, in seconds.
 
     Raises:
-        ConfigError: modules, schedule and sizes that do not fit each other.
-        LaunchError: no process group, or one of another size.
+        ConfigError: modules, schedule and sizes do not fit each other.
+        LaunchError: no process group, or a group of another size.
     """
 
     def __init__(
@@ -99,17 +100,17 @@ class Pipeline:
         timeout_s: float = 600.0,
     ) -> None:
         self.modules = list_of_modules(modules)
-        """All modules."""
+        """All modules, also those of other ranks."""
         self._objective = Objective(loss, reduction)
         ranks = number_of_ranks(ranks, schedule, distributed=distributed)
         if isinstance(schedule, str):
             schedule = load(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
         self.schedule = fitting(schedule, ranks, microbatches)
         self.stage_specs = self._cut(layout)
-        """The stages; ``layers`` are the numbers of the modules of one."""
+        """All stages; ``layers`` of a stage are the indices of its modules."""
         self.seed = seed
         self.steps = 0
-        """Steps taken, which random numbers depend on."""
+        """Number of steps taken; random numbers depend on this count."""
         parameters = [p for module in self.modules for p in module.parameters()]
         if not any(p.requires_grad for p in parameters):
             raise ConfigError("modules: none has a parameter with requires_grad=True")
@@ -120,37 +121,37 @@ class Pipeline:
         self._here = range(ranks)
         if distributed:
             own = [list(self._parameters_of([s])) for s in range(placement.stages)]
-            homes = [placement.holders(s) for s in range(placement.stages)]
-            SharedStageGrads.check(own, homes)
+            holders = [placement.holders(s) for s in range(placement.stages)]
+            SharedStageGrads.check(own, holders)
             mesh = ParallelMesh(Grid(pp=ranks), device=self.device, timeout_s=timeout_s)
             self._mesh, self._here = mesh, range(mesh.rank, mesh.rank + 1)
-            self._holders = SharedStageGrads(own, homes, mesh)
+            self._holders = SharedStageGrads(own, holders, mesh)
         numbers = sorted({s for rank in self._here for s in placement.stages_of(rank)})
         self._stages = {s: self._stage(s) for s in numbers}
         self._programs = lower(self.schedule, self._here)
         self._channels: list[Channels] | None = None
         self._executors: dict[tuple[Any, ...], list[Executor]] = {}
-        """By the shapes of a batch."""
+        """Executors by the shapes of a batch's inputs."""
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters whose gradients :meth:`step` leaves here, each once: of all modules in one
-        process, of the stages of this rank over several."""
+        """Yield the parameters whose gradients :meth:`step` computes in this process, each one
+        once: parameters of all modules, or with a process group only of this rank's stages."""
         return self._parameters_of(self._stages)
 
     def step(self, batch: Sequence[Tensors]) -> float:
-        """Forward and backward of all micro-batches; returns the loss of the batch, on every rank.
+        """Run forward and backward of all micro-batches, and return the batch's loss on every rank.
 
         Gradients are added to the ``.grad`` of the parameters, as ``loss.backward()`` does. Modules
         are put into training mode.
 
         Args:
-            batch: inputs, then what the loss takes: (inputs, targets), or (tokens, labels, mask).
-                Each is a tensor or a tuple of tensors, of equally many samples; every rank is given
-                all of it.
+            batch: inputs, then the arguments of the loss: (inputs, targets), or (tokens, labels,
+                mask). Each is a tensor or a tuple of tensors, with equally many samples. Every rank
+                gets the whole batch.
 
         Raises:
-            ConfigError: samples that do not divide into the micro-batches. An exception of a module
-                is passed on; some gradients of the step may be there then.
+            ConfigError: samples do not divide into the micro-batches. An exception of a module is
+                passed on; some gradients of the step may have been added by then.
         """
         inputs, targets = tensors_of(batch, self.device)
         microbatches = self._microbatches(inputs, targets)
@@ -251,7 +252,7 @@ class Pipeline:
     def _made(
         self, microbatches: dict[Key, TensorMicroBatch], inputs: tuple[Tensor, ...]
     ) -> list[Executor]:
-        """Executors for batches of these shapes, made at the first one."""
+        """Return the executors for inputs of these shapes, made on first use."""
         key = tuple((tuple(each.shape), each.dtype) for each in inputs)
         if key not in self._executors:
             shape = self._message_shape(microbatches)
@@ -278,7 +279,8 @@ class Pipeline:
         return [PackedChannels(lines)]
 
     def _message_shape(self, microbatches: dict[Key, TensorMicroBatch]) -> MessageShape:
-        """The tensors of a message, by the op that produced it; not needed within one process."""
+        """Return the function from an operation to shapes and types of its message's tensors. If
+        one process runs all ranks, the function returns (), as no receive needs shapes."""
         if self._mesh is None:
             return lambda message: ()
         found: dict[int, list[tuple[PackedTensor, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Shapes of what modules pass on, found without computing: on torch's meta device."""
+"""Shapes of module outputs, found without computing: on torch's meta device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megapipe.util.user_code import FAILURES
 def outputs(
     modules: Sequence[nn.Module], inputs: Sequence[Tensor]
 ) -> list[tuple[PackedTensor, ...]]:
-    """The tensors that each module returns.
+    """Return shape and type of the tensors that each module returns.
 
-    The modules keep their values. Raises :class:`ConfigError` where one cannot run on the meta
+    The modules keep their values. Raises :class:`ConfigError` if a module cannot run on the meta
     device, or returns anything but tensors.
     """
     x = tuple(each.to("meta") for each in inputs)
@@ -33,7 +33,7 @@ def outputs(
         }
         try:
             y: Any = functional_call(module, values, x)
-        except FAILURES as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever user code raises
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"module {number} fails on the meta device: {text}") from error
         x = y if isinstance(y, tuple) else (y,)

@@ -22,18 +22,18 @@ from megapipe.model.modules.stage import ModuleStage
 
 @dataclass(frozen=True)
 class TensorMicroBatch(MicroBatch):
-    """A micro-batch of any tensors, the first dimension of each its samples."""
+    """A micro-batch of arbitrary tensors; the first dimension of each counts samples."""
 
     inputs: tuple[Tensor, ...] = ()
     """Arguments of the first module."""
     targets: tuple[Tensor, ...] = ()
-    """Arguments of the loss after the output."""
+    """Arguments of the loss, after the output."""
 
 
 class PlainStage(ModuleStage):
-    """Consecutive modules, by their numbers in the whole list.
+    """Stage of consecutive modules, given by their indices in the pipeline's list.
 
-    The last stage returns what `criterion` gives for the output and the targets, [].
+    The last stage returns the loss, `criterion`(output, targets), [].
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class PlainStage(ModuleStage):
         self.criterion = criterion
 
     def forward(
-        self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
+        self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, skip_output: bool = False
     ) -> Any:
-        """The output, or the loss; its values are computed with `graph_only` too."""
+        """Return the output, or the loss. Values are computed even with `skip_output`."""
         assert isinstance(mb, TensorMicroBatch)
         y = self.run(mb.inputs if self.is_first else x, mb)
         if not self.is_last:
@@ -63,7 +63,7 @@ class PlainStage(ModuleStage):
         return _node(loss)
 
     def _passed_on(self, y: Any) -> Any:
-        """The output of the last module here, as nodes of the graph."""
+        """Return the output of this stage's last module, each tensor as a node of the graph."""
         number = list(self.layers)[-1]
         tensors = y if isinstance(y, tuple) else (y,)
         if not all(isinstance(each, Tensor) for each in tensors):
@@ -73,14 +73,14 @@ class PlainStage(ModuleStage):
             )
         if not any(each.is_floating_point() for each in tensors):
             raise ConfigError(
-                f"module {number} returns whole numbers only, so no gradient comes back through "
-                "it: expected another layout="
+                f"module {number} returns only integers, so no gradient flows through it: "
+                "expected another layout="
             )
         return tuple(map(_node, y)) if isinstance(y, tuple) else _node(y)
 
 
 def _node(tensor: Tensor) -> Tensor:
-    """The same values as the result of an operation, also where nothing before has a gradient."""
+    """Return a view of `tensor` that has an autograd node, even if `tensor` needs no gradient."""
     if tensor.is_floating_point() and not tensor.requires_grad:
         tensor = tensor.detach().requires_grad_()
     return tensor.view_as(tensor)

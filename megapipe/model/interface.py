@@ -1,11 +1,11 @@
-"""The interface of models: a *family* describes a model, and builds stages that the engine runs.
+"""The interface of models: a :class:`ModelSpec` describes a model and builds its stages.
 
-A model is a chain of units that is cut into stages: layers, and where the family has them an
-embedding before and a head after these (:mod:`megapipe.model.partition`). The partition, the plan,
-the buckets of the optimizer, checkpoints and the engine read :class:`ModelSpec` and
-:class:`StageModule` alone; a feature that a family lacks is refused by name.
+A model is a chain of layers, for some models with an embedding before and a head after them. Each
+of these is a *unit*; the chain is cut into stages (:mod:`megapipe.model.partition`). The partition,
+the plan, the optimizer's buckets, checkpoints and the engine use only :class:`ModelSpec` and
+:class:`StageModule`. A feature that a model lacks is refused by name.
 
-Nothing here needs torch, and a family needs it only to build a stage.
+This module needs no torch; a model needs torch only to build a stage.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
 from megapipe.layers.lora_specs import Lora
-from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.partition import StageSpec
@@ -36,59 +36,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a run uses a model."""
+    """Sizes and settings of a run on which its model spec depends."""
 
     sequence_length: int
     microbatch: int
-    """Samples of a whole micro-batch."""
+    """Number of samples in a whole micro-batch."""
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
     cuda: bool = False
     loss_chunk: int = 0
-    """Most tokens whose logits there are at a time; 0: all of them."""
+    """Maximum number of tokens whose logits are in memory at a time (loss chunk); 0: no limit."""
     ep: int = 1
     etp: int = 1
     pad_to_capacity: bool = False
-    """``experts.pad``: whether experts have room for all rows that there can be."""
+    """Value of ``experts.pad_to_capacity``: whether each expert's rows are padded to capacity."""
     compile: bool = False
     loss: str | None = None
-    """``train.loss``, a loss of the user's."""
+    """Value of ``train.loss_function``: a user-defined loss as ``module:name``, or None."""
     seed: int = 0
-    """``run.seed``, for initial weights that the modules themselves draw."""
+    """Value of ``run.seed``, for initial weights that user-defined modules draw."""
     lora: Lora | None = None
-    """Adapters that are trained in place of the weights."""
+    """Adapters that are trained instead of the weights."""
 
 
 class Work(NamedTuple):
-    """FLOPs per token of one stage, on all tensor-parallel ranks together."""
+    """FLOPs per token of a stage's operations F, I, W, R, summed over tensor-parallel ranks."""
 
     F: Time
     I: Time  # noqa: E741
     W: Time
     R: Time
-    """Of the recomputation, where the stage recomputes as a whole; otherwise 0."""
+    """FLOPs of R: the stage's forward if it is recomputed as a whole; otherwise 0."""
 
 
 class UniformRecompute(NamedTuple):
-    """The recomputation policy of all layers, where they have the same."""
+    """Recomputation settings that hold for every layer of the model."""
 
     policy: BlockPolicy
     span: int
-    """Layers that are run again together."""
+    """Number of layers that are recomputed together."""
     stage: bool
-    """Whole stages are run again instead."""
+    """Whether whole stages are recomputed instead of layers."""
 
 
 class TensorShape(NamedTuple):
-    """A tensor of a message."""
+    """Shape and type of one tensor of a message between stages."""
 
     shape: tuple[int, ...]
     dtype: str
-    """Torch's name, such as float32."""
+    """Type of the tensor by torch's name, e.g. float32."""
     bytes: int
     has_grad: bool = True
-    """Its gradient comes back."""
+    """Whether the next stage sends a gradient back for the tensor."""
 
 
 Feature = Literal[
@@ -105,17 +105,17 @@ Feature = Literal[
     "lora",
     "context",
 ]
-"""Features that a family may support. Recomputation is of modules (selective) or of whole layers
-(full), activations go to host memory (offload), attention ends at documents (document_mask), and a
-key/value cache is for generation."""
+"""A feature that a model may support, e.g. recomputation of modules (selective) or of whole layers
+(full), offload of activations to host memory, attention only within documents (document_mask), a
+key/value cache for generation (kv_cache)."""
 
 
 class ModelSpec(ABC):
-    """A model of resolved sizes under the conditions of a run."""
+    """A model of resolved sizes, as one run uses it."""
 
     name: ClassVar[str]
     has_embedding_and_head: ClassVar[bool]
-    """Whether an embedding comes before its layers and a head after them."""
+    """Whether the model has an embedding before its layers and a head after them."""
     conditions: RunShape
 
     @classmethod
@@ -126,45 +126,48 @@ class ModelSpec(ABC):
         vocab_size: int | None,
         conditions: RunShape,
     ) -> Self:
-        """Make a family that ``model.source`` names, from ``model.options``; raises ConfigError."""
-        raise NotImplementedError(f"{cls.__name__} is not made from options")
+        """Make the spec of a user-defined model from ``model.options``; raises ConfigError."""
+        raise NotImplementedError(f"{cls.__name__} cannot be made from options")
 
     # what it is
 
     @property
     @abstractmethod
     def supports(self) -> Collection[Feature]:
-        """The features that it has."""
+        """Features that the model supports."""
 
     @property
     @abstractmethod
     def dtype(self) -> Dtype:
-        """The type of weights and messages."""
+        """Number type of weights and of messages between stages."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """Number of token ids; None where the tokenizer has to say."""
+        """Number of token ids; None: the tokenizer decides."""
 
     @property
     @abstractmethod
     def layers(self) -> int:
-        """Number of layers in the chain."""
+        """Number of layers, without embedding and head."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise :class:`ConfigError` for sizes that do not fit each other or the conditions."""
+        """Raise :class:`ConfigError` if the model's sizes do not fit each other or the run."""
 
     @abstractmethod
     def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
-        """The parameters of a stage in the order of the forward, a tied one once for each use."""
+        """Yield the parameters of a stage in the order of the forward.
+
+        A tied parameter is yielded once per use.
+        """
 
     @abstractmethod
     def describe(self) -> str:
-        """Its sizes in a few words."""
+        """Return the model's sizes in a few words."""
 
     def contents(self, stage: StageSpec) -> str:
-        """The units of a stage in words."""
+        """Say in words which layers a stage has, and whether it has embedding and head."""
         layers = stage.layers
         parts = ["embedding"] if stage.embedding else []
         if len(layers) == 1:
@@ -177,148 +180,158 @@ class ModelSpec(ABC):
 
     @property
     def whole(self) -> StageSpec:
-        """All units, as one stage."""
+        """The whole model as one stage."""
         return StageSpec(
             self.has_embedding_and_head, range(self.layers), self.has_embedding_and_head
         )
 
     def splits_logits(self, stage: StageSpec) -> bool:
-        """Whether tensor-parallel ranks have different columns of the logits of a stage."""
+        """Whether a stage's logits are split by columns over tensor-parallel ranks."""
         return any(spec.role == "head" and spec.split for spec in self.parameters(stage))
 
     def shapes(
         self, stage: StageSpec | None = None, *, trained: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        """Global shape of every parameter of a stage, by default of the model, by name; with
-        `trained` of those that are not frozen.
+        """Return the global shapes of a stage's parameters by name, by default of the whole model;
+        with `trained`, frozen parameters are left out.
 
-        A head tied to an embedding on another stage holds a copy of that matrix.
+        A head that is tied to an embedding on another stage has a replica of the matrix.
         """
         named = by_name(self.parameters(stage or self.whole))
         return {name: s.shape for name, s in named.items() if not (trained and s.frozen)}
 
     def num_parameters(self, stage: StageSpec | None = None, *, trained: bool = False) -> int:
-        """Number of parameters of a stage, by default of the model."""
+        """Return the number of parameters of a stage, by default of the whole model."""
         return sum(map(prod, self.shapes(stage, trained=trained).values()))
 
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shapes of what belongs to the weights and is no parameter, by the names that
-        checkpoints have for them; of the type of main gradients."""
+        """Return the global shapes of buffers that are saved with the weights, by checkpoint name.
+        Their number type is that of main gradients."""
         return {}
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of all that belongs to the weights, by the names in checkpoints."""
+        """Return the global shapes of parameters and buffers by checkpoint name."""
         return {f"model/{n}": shape for n, shape in self.shapes().items()} | {**self.buffers()}
 
     def experts(self) -> Mapping[int, int]:
-        """How many experts there are in each layer that has some."""
+        """Return the number of experts of each MoE layer, by layer."""
         return {}
 
     def routing_stat_counts(self) -> Mapping[int, int]:
-        """How many numbers each of these layers tells of its routing in a step."""
+        """Return the number of routing statistics that each MoE layer reports per step."""
         return {}
 
     def kind(self, layer: int) -> Hashable:
-        """Equal for layers that differ in the values of their weights alone."""
+        """Return a key that is equal for layers that differ only in the values of their weights."""
         return layer
 
     def active_parameters(self) -> int:
-        """Number of parameters that one token meets; fewer than all where layers have experts."""
+        """Return the number of parameters that one token uses; only its top-k experts count."""
         return self.num_parameters()
 
     # what it costs
 
     @abstractmethod
     def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
-        """FLOPs per token, forward and backward, of every unit of the chain. `repeated` is the
-        policy of all layers; None where it depends on the stages, which are not known yet."""
+        """Return the FLOPs per token, forward plus backward, of each unit of the model.
+
+        `repeated`: recomputation, if every layer has the same; None if it depends on the stage
+        layout, which is not known yet.
+        """
 
     @abstractmethod
-    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
-        """FLOPs per token of a stage whose layers recompute as `spans` say; with `again` the whole
-        stage recomputes."""
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
+        """Return FLOPs per token of a stage. `spans`: recomputation of its layers; `recompute`:
+        whether the whole stage is recomputed."""
 
     @abstractmethod
     def reference_layer_flops(self) -> Time:
-        """FLOPs per token of the forward of a layer, by which costs are shown."""
+        """Return FLOPs per token of one layer's forward, the unit in which costs are printed."""
 
     @abstractmethod
     def forward_flops(self, stage: StageSpec) -> float:
-        """FLOPs per token of a stage's forward that the mathematics needs, without padding."""
+        """Return the FLOPs per token that a stage's forward needs without padding."""
 
     def token_flops(self) -> float:
-        """FLOPs of training on one token: forward, and twice as many backward."""
+        """Return FLOPs of training on one token; the backward takes twice the forward's FLOPs."""
         return 3 * self.forward_flops(self.whole)
 
     def causal_flops(self, length: int) -> int:
-        """FLOPs of one layer's forward on the first `length` tokens of a sequence, of which each
-        attends to itself and those before it; for slices."""
+        """Return FLOPs of one layer's forward on the first `length` tokens of a sequence under a
+        causal mask. A model with the feature slices has to implement it."""
         raise NotImplementedError(f"{self.name} does not support slices")
 
     # what it holds and sends
 
     @abstractmethod
     def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
-        """The output of a stage that is not the last, as one tensor-parallel rank has it."""
+        """Return the tensors that a stage sends to the next one, on one tensor-parallel rank.
+
+        The message is for `rows` sequences of `length` tokens.
+        """
 
     # how it is built
 
     @property
     def kernel_needs(self) -> KernelNeeds:
-        """The kernels that its stages call."""
+        """Kernels that the model's stages call."""
         return KernelNeeds()
 
     @abstractmethod
     def build(self, stage: StageSpec, sharding: Sharding) -> StageModule:
-        """A stage whose parameters have no storage yet."""
+        """Build a stage whose parameters have no storage yet."""
 
     def check_compiled(
         self,
         sharding: Sharding,
         *,
         rows: Collection[int],
-        again: bool,
+        recompute: bool,
         documents: bool,
         device: device,
-        held: LocalPositions | None = None,
+        local_positions: LocalPositions | None = None,
     ) -> None:
-        """Compare compiled layers with uncompiled ones; :class:`ConfigError` where they differ.
-        `held` are the positions that are here, where they are split over ranks."""
+        """Compare compiled layers with uncompiled ones; raise :class:`ConfigError` if they differ.
+
+        `rows`: the numbers of sequences per micro-batch to check. `recompute`: whether a recomputed
+        forward is checked too. `documents`: whether attention gets a document mask.
+        `local_positions`: this rank's positions, if cp splits sequences.
+        """
         raise NotImplementedError(f"{self.name} does not support torch.compile")
 
 
 Loss = Callable[[Any, "Tensor", "Tensor"], "Tensor"]
-"""(the last layer's output, labels [b, s], mask [b, s]) -> the sum of the unmasked losses, []."""
+"""Function (output of the last layer, labels [b, s], mask [b, s]) -> sum of unmasked losses, []."""
 
 Message = Any
-"""The output of a stage, or its gradient: a tensor, or a tuple of tensors."""
+"""Output of a stage, or the gradient of an output: a tensor, or a tuple of tensors."""
 
 
 class StageModule(Protocol):
     """A stage as the engine runs it: an ``nn.Module`` whose parameters carry their specs."""
 
     is_first: bool
-    """It takes the tokens of the micro-batch."""
+    """Whether the stage takes the tokens of a micro-batch."""
     is_last: bool
-    """It computes the loss."""
+    """Whether the stage computes the loss."""
     queue: WeightGradQueue
-    """Where its layers leave their weight gradients."""
+    """Queue of weight gradients that the stage's layers defer to W."""
     training: bool
 
     def set_policies(self, spans: Sequence[BlockSpan]) -> None:
-        """Set which activations the layers keep: `spans` cover all layers in order."""
+        """Set what the layers recompute and offload; `spans` cover all layers in order."""
 
     def __call__(
-        self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, graph_only: bool = False
+        self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, skip_output: bool = False
     ) -> Message:
-        """Run the stage: its input (None at the first stage) -> its output or, at the last stage,
-        the sum of the unmasked token losses in nats, []. With `graph_only` the output that is
-        passed on may have a graph but no values."""
+        """Run the stage: its input (None at the first stage) -> its output, or at the last stage
+        the sum of unmasked token losses in nats, []. With `skip_output` the output may have a graph
+        but no values."""
 
     def logits(
         self, x: Message, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor:
-        """The last stage's logits [s, b, V/tp]; with `last` of the last position alone."""
+        """Return the last stage's logits [s, b, V/tp]; with `last` only at the last position."""
 
     def train(self, mode: bool = True) -> Any: ...
 
@@ -330,12 +343,12 @@ class StageModule(Protocol):
 
 
 def bytes_of(tensors: Sequence[TensorShape]) -> int:
-    """Bytes of a message."""
+    """Return the size in bytes of a message that consists of `tensors`."""
     return sum(each.bytes for each in tensors)
 
 
 def main_tensor(shape: tuple[int, ...], dtype: Dtype) -> TensorShape:
-    """A tensor of the model's own type."""
+    """Describe a tensor of a message that has the model's number type."""
     return TensorShape(shape, TORCH_NAMES[dtype], prod(shape) * DTYPE_BYTES[dtype])
 
 

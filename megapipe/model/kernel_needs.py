@@ -1,4 +1,4 @@
-"""Requirements of a family's stages, of kernels, for the choice among them. No torch."""
+"""Sizes and features of a model that decide which kernels it can use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
 class AttentionNeeds(NamedTuple):
-    """Attention of one tensor-parallel rank, for the choice of a kernel."""
+    """Sizes of attention on one tensor-parallel rank, for the choice of a kernel."""
 
     heads: int
     groups: int
-    """Key and value heads."""
+    """Number of key and value heads on the rank."""
     head_dim: int
     dropout: float
     scores: ScoreModifiers = PLAIN
-    """Of the layers that differ most from plain attention."""
+    """Score modifiers (scale, soft cap, ALiBi, window) that the kernel must support."""
 
 
 class NormNeeds(NamedTuple):
-    """Norms, for the choice of a kernel."""
+    """Kind and sizes of a model's norms, for the choice of a kernel."""
 
     hidden: int
     eps: float
     centred: bool
-    """Layernorm; otherwise root mean square."""
+    """Whether norms subtract the mean (LayerNorm); otherwise they are RMSNorms."""
     bias: bool
     offset: bool = False
-    """The weight is a difference from 1."""
+    """Whether weights are zero-centred, i.e. stored as weight - 1."""
 
 
 class KernelNeeds(NamedTuple):
-    """The kernels that a family's stages call, besides weight gradients."""
+    """Kernels that a model's stages call, except weight-gradient kernels."""
 
     attention: AttentionNeeds | None = None
     norm: NormNeeds | None = None
     gate: bool = False
-    """That of SwiGLU."""
+    """Whether stages call the SwiGLU kernel."""
     rotary: bool = False
     loss: bool = False
-    """That of a loss in chunks."""
+    """Whether the last stage computes the loss in loss chunks."""
     experts: tuple[int, ...] = ()
-    """Widths of the rows of products that experts have each their own matrix for."""
+    """Input and output widths of the experts' grouped GEMMs; empty without experts."""

@@ -1,11 +1,10 @@
 """Partition of a model into pipeline stages.
 
-A model is a chain of units: its layers, and where it has them (`ends`) an embedding before and a
-head after these. A layout is a string such as ``"E L*3 | L*4 | L*4 | L*3 H"``: stages in order,
-each made of ``E`` (embedding), ``L`` or ``L*n`` (layers) and ``H`` (final norm and head); that of
-a model without ends has layers only. It is the only way a partition is described: layer counts and
-the default by cost are written as such a string too, and whatever the origin, :func:`parse_layout`
-proves that every unit is placed exactly once.
+A model is a chain of units: layers, and if the model has `ends`, an embedding before and a head
+after the layers. A stage layout is a string such as ``"E L*3 | L*4 | L*4 | L*3 H"``: stages in
+order, each made of ``E`` (embedding), ``L`` or ``L*n`` (layers) and ``H`` (final norm and head).
+Layer counts and the default partition by cost are converted to such a string too, and
+:func:`parse_layout` proves that every unit is placed exactly once.
 """
 
 import re
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
+from math import lcm
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.cost import Time
@@ -25,8 +25,8 @@ _ITEM = re.compile(r"\s*(?:(?P<name>[EH])|L(?:\s*\*\s*(?P<count>[1-9][0-9]{0,5}(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The units of one virtual stage: which layers of the model, and whether the embedding before
-    the first layer and the head after the last one."""
+    """Contents of one virtual stage: layers, and whether the embedding comes before and the head
+    after them."""
 
     embedding: bool
     layers: range
@@ -34,9 +34,10 @@ class StageSpec:
 
 
 def parse_layout(text: str, layers: int, *, ends: bool = True) -> tuple[StageSpec, ...]:
-    """The stages that `text` describes, for a model of `layers` layers, with `ends` or without.
+    """Parse a stage layout. `layers`: the model's number of layers. `ends`: whether the model has
+    an embedding and a head.
 
-    Raises :class:`ConfigError` unless the embedding comes first, the head last, each once, no
+    Raises :class:`ConfigError` unless the embedding is first, the head last, each occurs once, no
     stage is empty, and the layers add up.
     """
     stages = [_items(part, stage, text) for stage, part in enumerate(text.split("|"))]
@@ -45,7 +46,7 @@ def parse_layout(text: str, layers: int, *, ends: bool = True) -> tuple[StageSpe
         _check_once(order, "E", 0, "embedding", "first", text)
         _check_once(order, "H", len(order) - 1, "head", "last", text)
     elif not all(isinstance(item, int) for item in order):
-        raise _error(text, "has E or H, and this model is made of layers (L, L*n) only")
+        raise _error(text, "has E or H, but this model has only layers (L, L*n)")
     specs = []
     placed = 0
     for items in stages:
@@ -59,37 +60,37 @@ def parse_layout(text: str, layers: int, *, ends: bool = True) -> tuple[StageSpe
 
 
 def format_layout(specs: Sequence[StageSpec]) -> str:
-    """The layout string of `specs`, the inverse of :func:`parse_layout`."""
+    """Return stages as a stage layout; the inverse of :func:`parse_layout`."""
     return " | ".join(_stage_text(spec.embedding, len(spec.layers), spec.head) for spec in specs)
 
 
 def from_counts(counts: Sequence[int], *, ends: bool = True) -> str:
-    """The layout with `counts` layers per stage, with `ends` the embedding in the first and the
-    head in the last."""
+    """Return the stage layout with `counts` layers per stage. With `ends` the first stage has the
+    embedding, and the last one the head."""
     if not counts or min(counts) < 0:
         raise ConfigError(
-            f"pipeline.layout={list(counts)}: expected one layer count per stage, none negative"
+            f"pipeline.stage_layout={list(counts)}: expected one layer count per stage, none "
+            "negative"
         )
     return _join(counts, ends=ends)
 
 
 def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) -> str:
-    """The layout with the least work for the busiest rank, and then for the slowest stage.
+    """Return the stage layout with least work for the busiest rank, then for the slowest stage.
 
-    `costs` are those of the chain's units; with `ends` the first is the embedding and the last the
-    head. In a long step every rank runs all of its stages for each micro-batch, so the rank with
-    the largest sum of them sets the pace; the slowest stage sets how long the pipeline takes to
-    fill and to drain. With one stage per rank they are the same. Among equals, the smallest sum of
-    squared stage costs counts, and of stages that cost the same the later one is given the next
-    layer: fewer micro-batches wait there for their backward.
+    `costs`: costs of the layers, with `ends` the embedding's before and the head's after them. A
+    rank runs all of its stages for each micro-batch, so the rank with the largest sum sets the pace
+    of a long step. The slowest stage determines warm-up and drain. With one stage per rank both are
+    the same. Ties go to the smallest sum of squared stage costs. If stages have equal costs, the
+    last of them gets the next layer: fewer micro-batches wait there for their backward.
 
-    Where all layers cost the same, the layout is optimal if every stage has at most two holders:
-    for pipelines in one direction, and in two. Where they differ, it begins with the least possible
-    slowest stage, and borders are then moved unit by unit as long as that helps.
+    For layers of equal cost the result is optimal if every stage has at most two holders, as in
+    pipelines of one or two directions. For other layers the search begins with the partition whose
+    slowest stage is fastest, and moves borders by one unit as long as that helps.
 
-    Raises :class:`ConfigError` for more stages than there are units.
+    Raises :class:`ConfigError` if there are more stages than units.
     """
-    units = [Fraction(cost) for cost in costs]
+    units = _in_whole_units(costs)
     layers, stages = len(units) - 2 * ends, placement.stages
     if stages > len(units):
         what = ", embedding and head" if ends else ""
@@ -101,7 +102,7 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
     if len(set(inner)) > 1:
         borders = _moved(units, placement, _evened(units, stages))
         return _join(_layer_counts(borders, layers, ends=ends), ends=ends)
-    parts = (inner[0], units[0], units[-1]) if ends else (inner[0], Fraction(0), Fraction(0))
+    parts = (inner[0], units[0], units[-1]) if ends else (inner[0], 0, 0)
     quickest = _deal(layers, placement, parts, None, ends=ends)
     assert quickest is not None
     most = max(rank_loads(placement, stage_costs(quickest, *parts)))
@@ -109,41 +110,52 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
 
 
 def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time) -> list[Time]:
-    """Costs of stages of so many layers, the first with the embedding, the last with the head."""
+    """Return each stage's cost: its `counts` layers, the first also with embedding, the last with
+    head."""
     costs: list[Time] = [count * layer for count in counts]
     costs[0] += embedding
     costs[-1] += head
     return costs
 
 
-def _evened(units: Sequence[Fraction], stages: int) -> list[int]:
-    """The first unit of each stage, and their number: the slowest stage is the least there is.
+def _in_whole_units(costs: Sequence[Time]) -> list[int]:
+    """Return the costs in a common unit, in which all of them are whole numbers."""
+    exact = [Fraction(cost) for cost in costs]
+    unit = lcm(*(cost.denominator for cost in exact))
+    return [int(cost * unit) for cost in exact]
 
-    Every limit on a stage's cost is a sum of neighbours, so it is found among those by bisection.
+
+def _evened(units: Sequence[int], stages: int) -> list[int]:
+    """Minimize the slowest stage's cost. Return borders: the first unit of each stage, and at the
+    end the number of units.
+
+    The cost of the slowest stage is a sum over neighbouring units; bisection finds the smallest
+    possible sum.
     """
-    ends = [Fraction(0), *accumulate(units)]
+    ends = [0, *accumulate(units)]
     limits = sorted({b - a for a, b in combinations(ends, 2)})
 
-    def fill(limit: Fraction) -> list[int] | None:
+    def fill(limit: int) -> list[int] | None:
         borders = [0]
         for stage in range(stages):
             first, left = borders[-1], stages - stage - 1
             stop = bisect_right(ends, ends[first] + limit) - 1
-            stop = min(stop, len(units) - left)  # a unit for each stage that follows
+            stop = min(stop, len(units) - left)  # leave a unit for each later stage
             if stop <= first:
                 return None
             borders.append(stop)
         return borders if borders[-1] == len(units) else None
 
-    place = bisect_left(range(len(limits)), True, key=lambda i: fill(limits[i]) is not None)
-    found = fill(limits[place])
+    smallest = bisect_left(range(len(limits)), True, key=lambda i: fill(limits[i]) is not None)
+    found = fill(limits[smallest])
     assert found is not None
     return found
 
 
-def _moved(units: Sequence[Fraction], placement: Placement, borders: list[int]) -> list[int]:
-    """Move borders by one unit while the busiest rank, the slowest stage or the squares shrink."""
-    ends = [Fraction(0), *accumulate(units)]
+def _moved(units: Sequence[int], placement: Placement, borders: list[int]) -> list[int]:
+    """Move stage borders by one unit while that improves the busiest rank's cost, or in a tie the
+    slowest stage's, or in a tie the sum of squares."""
+    ends = [0, *accumulate(units)]
 
     def worth(borders: Sequence[int]) -> tuple[Time, Time, Time]:
         costs = [ends[b] - ends[a] for a, b in pairwise(borders)]
@@ -162,14 +174,15 @@ def _moved(units: Sequence[Fraction], placement: Placement, borders: list[int]) 
 
 
 def _layer_counts(borders: Sequence[int], layers: int, *, ends: bool) -> list[int]:
-    """Layers of each stage; `borders` are the first unit of each, and the number of units."""
+    """Return the number of layers per stage. `borders`: index of each stage's first unit, then the
+    number of units. Units are the layers and, with `ends`, the embedding and the head."""
     at = [min(max(border - ends, 0), layers) for border in borders]
     return [b - a for a, b in pairwise(at)]
 
 
 def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
-    """Cost of the stages of each rank, added up over all directions: what the rank computes for one
-    micro-batch of each direction."""
+    """Return each pipeline rank's cost per micro-batch: the sum over its stages, for all directions
+    of a bidirectional pipeline. `costs`: cost of each stage."""
     loads: list[Time] = [0] * placement.ranks
     for row in placement.table:
         for rank, cost in zip(row, costs, strict=True):
@@ -185,8 +198,12 @@ def _deal(
     *,
     ends: bool,
 ) -> list[int] | None:
-    """Layers of each stage, dealt one at a time: to the cheapest stage of the least loaded rank,
-    or, with `most`, to the cheapest stage whose ranks stay within it (None if there is none)."""
+    """Assign layers to stages one by one; return the number of layers per stage.
+
+    Without `most`, the cheapest stage of the least loaded rank gets the next layer. With `most`,
+    the maximum load of a rank, the cheapest stage that keeps its ranks within it gets the layer.
+    Return None if no stage does. `parts`: costs of a layer, the embedding and the head.
+    """
     layer, stages = parts[0], placement.stages
     counts = [int(not ends or 0 < stage < stages - 1) for stage in range(stages)]
     costs = stage_costs(counts, *parts)
@@ -225,7 +242,7 @@ def _stage_text(embedding: bool, layers: int, head: bool) -> str:
 
 
 def _items(part: str, stage: int, text: str) -> list[str | int]:
-    """The items of one stage in order: "E", "H", or a number of layers."""
+    """Return the items of one stage in order: "E", "H", or a number of layers."""
     items: list[str | int] = []
     at = 0
     while at < len(part):
@@ -233,7 +250,7 @@ def _items(part: str, stage: int, text: str) -> list[str | int]:
         if match is None:
             if not part[at:].strip():
                 break
-            raise _error(text, f"stage {stage}: {part[at:].strip()!r} is none of E, L, L*n, H")
+            raise _error(text, f"stage {stage}: {part[at:].strip()!r} is not E, L, L*n or H")
         items.append(match["name"] or int(match["count"] or 1))
         at = match.end()
     if not items:
@@ -242,14 +259,14 @@ def _items(part: str, stage: int, text: str) -> list[str | int]:
 
 
 def _check_once(
-    order: list[str | int], name: str, place: int, what: str, where: str, text: str
+    order: list[str | int], name: str, index: int, what: str, expected: str, text: str
 ) -> None:
     if order.count(name) != 1:
         raise _error(text, f"has {order.count(name)} times {name} (the {what}), expected once")
-    if order[place] != name:
-        raise _error(text, f"{name} (the {what}) must come {where}")
+    if order[index] != name:
+        raise _error(text, f"{name} (the {what}) must come {expected}")
 
 
 def _error(text: str, problem: str) -> ConfigError:
     shown = text if len(text) <= 60 else text[:57] + "..."
-    return ConfigError(f"pipeline.layout={shown!r}: {problem}")
+    return ConfigError(f"pipeline.stage_layout={shown!r}: {problem}")

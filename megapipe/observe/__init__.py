@@ -1,7 +1,7 @@
 """Reports of a run: console, log.jsonl, tensorboard, Weights & Biases, provenance.
 
 :func:`build_sinks` makes the :class:`Observer` of a run. The package calls no collective: the
-trainer builds one observer, on one rank, and hands it numbers of the whole job.
+trainer builds one observer, on one rank, and passes the whole job's figures to the observer.
 """
 
 from megapipe.observe.observer import Observer, build_sinks, check_sinks

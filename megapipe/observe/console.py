@@ -1,7 +1,7 @@
-"""One aligned line per step: with its date and all values as plain text, or as a terminal has room.
+"""Console output: one aligned line per step, with the time; in a file or pipe with the date too.
 
-A terminal shows the values that fit in one of its lines, the most important ones first, and a bar
-beneath. All values are in ``log.jsonl``.
+A terminal shows as many values as fit in one line, by importance, and a progress bar at the bottom.
+``log.jsonl`` has all values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.words import is_terminal, plural
+from megapipe.text import is_terminal, plural
 
 if TYPE_CHECKING:
     from megapipe.observe.terminal import Terminal
@@ -23,10 +23,10 @@ DATE, TIME = "%Y-%m-%d", "%H:%M:%S"
 
 
 class ConsoleSink:
-    """Prints every ``every``-th step, the first and the last, validations and notes.
+    """Prints the first, the last and every ``every``-th step, all validations and lines of text.
 
-    On a terminal a bar beneath them shows every step. A reader that has gone away (a closed pipe)
-    is replaced by the null device.
+    On a terminal a progress bar shows every step. If the program that reads the output has ended (a
+    closed pipe), further output is discarded.
     """
 
     name = "console"
@@ -42,7 +42,7 @@ class ConsoleSink:
         self._last: StepRecord | None = None
 
     def step(self, record: StepRecord) -> None:
-        """Print the step if it is one to be shown."""
+        """Print the step if it is the first, the last, or a multiple of ``every``."""
         first, self._first = self._first, False
         if first or record.step % self._every == 0 or record.step == record.steps:
             if self._terminal is None:
@@ -55,7 +55,7 @@ class ConsoleSink:
             self._terminal.show(record.step, record.steps, left)
 
     def phase(self, text: str) -> None:
-        """Show on a terminal, with the progress, what is done from now on."""
+        """Show, next to a terminal's progress bar, which phase of the run begins."""
         if self._terminal is not None and self._last is not None:
             self._terminal.show(self._last.step, self._last.steps, text, at_once=True)
 
@@ -68,7 +68,7 @@ class ConsoleSink:
         self._print(text)
 
     def close(self) -> None:
-        """Flush; output that cannot be delivered must not change the exit code."""
+        """Flush the stream; a failure to write must not change the exit code."""
         try:
             if self._terminal is not None:
                 self._terminal.close()
@@ -94,7 +94,7 @@ class ConsoleSink:
 
 
 def _terminal(stream: TextIO) -> Terminal | None:
-    """The terminal that a stream writes to, if it is one that can erase."""
+    """Return the terminal behind a stream; None for a file or pipe, or if it cannot erase lines."""
     if not is_terminal(stream):
         return None
     from megapipe.observe.terminal import Terminal  # loads rich
@@ -103,8 +103,8 @@ def _terminal(stream: TextIO) -> Terminal | None:
 
 
 def step_line(record: StepRecord, width: int | None = None) -> str:
-    """One step in `width` columns (default: any number); a value that is not known is left out, and
-    so are those that matter least where there is no room. Position and loss always stay."""
+    """Format one step in at most `width` columns (default: unlimited), without unknown values. A
+    line that is too long drops its least important values, but never step number and loss."""
     cells = [*_cells(record)]
     for _, least in sorted(((rank, text) for rank, text in cells if rank), reverse=True):
         if width is None or len(" | ".join(text for _, text in cells)) <= width:
@@ -114,7 +114,8 @@ def step_line(record: StepRecord, width: int | None = None) -> str:
 
 
 def _cells(record: StepRecord) -> Iterator[tuple[int, str]]:
-    """Values in their order, each with how soon it leaves where there is no room: 0 never does."""
+    """Yield (rank, text) for each value of a line, from left to right. A line that is too long
+    drops the texts with the highest rank first, and never those of rank 0."""
     yield 0, _position(record.step, record.steps)
     yield 6, f"{_compact(record.samples):>5} {plural('sample', record.samples):<7}"
     yield 0, f"loss {record.loss:7.4f}"
@@ -128,12 +129,12 @@ def _cells(record: StepRecord) -> Iterator[tuple[int, str]]:
         yield 7, f"MFU {record.mfu:5.1%}"
     if record.memory_gib is not None:
         yield 8, f"{record.memory_gib:6.2f} GiB"
-    if record.skipped is not None:
-        yield 1, f"{record.skipped} skipped"
+    if record.skipped_steps is not None:
+        yield 1, f"{record.skipped_steps} skipped"
     if record.routing is not None:
-        yield 7, f"balance {record.routing.balance:.3f}"
-        if record.routing.dropped:
-            yield 7, f"{record.routing.dropped:.1%} dropped"
+        yield 7, f"aux loss {record.routing.aux_loss:.3f}"
+        if record.routing.dropped_fraction:
+            yield 7, f"{record.routing.dropped_fraction:.1%} dropped"
     if record.sources is not None:
         known = {name: s.loss for name, s in record.sources.items() if not math.isnan(s.loss)}
         for name, loss in known.items():
@@ -142,7 +143,7 @@ def _cells(record: StepRecord) -> Iterator[tuple[int, str]]:
 
 
 def validation_line(record: ValidationRecord) -> str:
-    """A validation, aligned with the steps around it."""
+    """Format a validation, aligned with the lines of steps."""
     position = _position(record.step, record.steps)
     what = "test" if record.split == "test" else "held-out"
     of = f" of {record.name}" if record.name else ""
@@ -150,7 +151,7 @@ def validation_line(record: ValidationRecord) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span as m:ss, h:mm:ss or days."""
+    """Format a time span as m:ss, h:mm:ss or days."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -166,7 +167,7 @@ def _position(step: int, steps: int) -> str:
 
 
 def _flops(number: float) -> str:
-    """FLOPs per second, in the unit that leaves a number of at most six characters."""
+    """Format FLOPs per second: a number of at most six characters, and a unit up to TFLOP/s."""
     scale, unit = next(
         (each for each in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= each[0]), (1e3, "k")
     )
@@ -174,7 +175,7 @@ def _flops(number: float) -> str:
 
 
 def _compact(number: float) -> str:
-    """A positive number in at most five characters: 850, 12.3k, 1.25M."""
+    """Format a positive number in at most five characters: 850, 12.3k, 1.25M."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * scale:
             return f"{number / scale:#.3g}".rstrip(".") + unit

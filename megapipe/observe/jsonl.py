@@ -1,9 +1,10 @@
 """``log.jsonl``: one JSON object per line, in the folder of every run.
 
 Each object has ``kind`` (``step``, ``validation`` or ``note``), ``time`` (seconds since 1970) and
-the fields of :class:`~megapipe.observe.record.StepRecord` or
-:class:`~megapipe.observe.record.ValidationRecord`, or ``text``. A value that is not finite is
-null. A resumed run appends: steps that it repeats occur again, and the later line counts.
+the fields of a :class:`~megapipe.observe.record.StepRecord` or
+:class:`~megapipe.observe.record.ValidationRecord`; a ``note`` has ``text``. A value that is not
+finite is null. A resumed run appends to the file: a repeated step occurs twice, and its later line
+is the valid one.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megapipe.observe.record import StepRecord, ValidationRecord, finite_fields
-from megapipe.util.beneath import open_no_symlinks
+from megapipe.util.no_symlinks import open_no_symlinks
 
 _LONGEST_LINE = 2**20  # bytes
 
 
 class JsonlSink:
-    """Appends to a file that holds whole lines only.
+    """Appends to a file that contains only complete lines.
 
-    A line goes to the operating system in one unbuffered write, so it outlives the process; what
-    an interrupted or failed write left of a line is cut off.
+    Each line is one unbuffered write to the operating system, so a killed process loses no line. An
+    incomplete line, left by an interrupted or failed write, is cut off.
     """
 
     name = "log.jsonl"
@@ -34,15 +35,15 @@ class JsonlSink:
         self._keep(self._end_of_last_line())
 
     def step(self, record: StepRecord) -> None:
-        """Append a step; raises OSError if the file cannot take it."""
+        """Append a step; raises OSError if it cannot be written."""
         self._write("step", finite_fields(record))
 
     def validation(self, record: ValidationRecord) -> None:
-        """Append a validation; raises OSError if the file cannot take it."""
+        """Append a validation; raises OSError if it cannot be written."""
         self._write("validation", finite_fields(record))
 
     def note(self, text: str) -> None:
-        """Append a line of text; raises OSError if the file cannot take it."""
+        """Append a line of text; raises OSError if it cannot be written."""
         self._write("note", {"text": text})
 
     def close(self) -> None:
@@ -66,6 +67,6 @@ class JsonlSink:
         return start + os.pread(self._file.fileno(), size - start, start).rfind(b"\n") + 1
 
     def _keep(self, size: int) -> None:
-        """Cut the file to its first bytes; a pipe or a device has nothing to cut."""
+        """Truncate the file to `size` bytes; does nothing for a pipe or a device."""
         with contextlib.suppress(OSError):
             self._file.truncate(size)

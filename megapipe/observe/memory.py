@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""Memory use of this process."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ import torch
 
 
 def memory_gib(device: torch.device) -> float | None:
-    """Memory in GiB: the allocator's peak on CUDA, else the resident set now.
+    """Return the memory in GiB: the allocator's peak on CUDA, else the current resident set.
 
-    None where the operating system has no ``/proc``.
+    Returns None for a CPU if the operating system has no ``/proc``.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

@@ -1,4 +1,4 @@
-"""Hands every record to every sink that is switched on."""
+"""The observer, which passes every record to every sink that is switched on."""
 
 import importlib.util
 import logging
@@ -11,16 +11,16 @@ from megapipe.errors import ConfigError
 from megapipe.observe.console import ConsoleSink
 from megapipe.observe.jsonl import JsonlSink
 from megapipe.observe.record import Sink, StepRecord, ValidationRecord
-from megapipe.words import without_secrets
+from megapipe.text import without_secrets
 
 _log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Reports on a run; lives on one rank.
+    """Reports on a run to all sinks; lives on one rank.
 
-    Nothing that goes wrong in a sink (a full disk, a closed pipe, a lost service) reaches the
-    training: the first failure of each sink is a warning, and each record is tried anew.
+    A failure of a sink (a full disk, a closed pipe, a lost service) never reaches the training. The
+    first failure of each sink causes a warning; the sink still gets all later records.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -32,7 +32,7 @@ class Observer:
         self._each(lambda sink: sink.step(record))
 
     def validation(self, record: ValidationRecord) -> None:
-        """Report one pass over the held-out samples."""
+        """Report one validation."""
         self._each(lambda sink: sink.validation(record))
 
     def note(self, text: str) -> None:
@@ -41,11 +41,11 @@ class Observer:
         self._each(lambda sink: sink.note(text))
 
     def phase(self, text: str) -> None:
-        """Show what is done from now on, where somebody looks at it: on a terminal."""
+        """Show on a terminal which phase of the run begins."""
         self._each(lambda sink: sink.phase(text) if isinstance(sink, ConsoleSink) else None)
 
     def close(self) -> None:
-        """Write out and close every sink."""
+        """Flush and close every sink."""
         self._each(lambda sink: sink.close())
 
     def _each(self, action: Callable[[Sink], object]) -> None:
@@ -59,10 +59,10 @@ class Observer:
 
 
 def build_sinks(config: Config, run_folder: Path, flat_config: Mapping[str, object]) -> Observer:
-    """The observer of a run: console and ``log.jsonl`` always, the others as configured.
+    """Make the observer of a run: console and ``log.jsonl`` always, the others as configured.
 
     ``run_folder`` must exist; ``flat_config`` is the resolved configuration by dotted key. A sink
-    that cannot be opened is a warning and is left out. Call it on one rank only.
+    that cannot be opened is omitted with a warning. Call this function on one rank only.
     """
 
     def jsonl() -> Sink:
@@ -100,15 +100,16 @@ def build_sinks(config: Config, run_folder: Path, flat_config: Mapping[str, obje
 
 
 def check_sinks(log: LogConfig) -> None:
-    """Raise ConfigError if a sink is switched on whose package is not installed."""
+    """Raise ConfigError if the package that a switched-on sink needs is not installed."""
     wanted = {"tensorboard": log.tensorboard, "wandb": log.wandb != "off"}
     for package, switched_on in wanted.items():
         if switched_on and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"log.{package} needs the package {package}: pip install {package}, or leave it off"
+                f"log.{package} needs the package {package}: pip install {package}, or set "
+                f"log.{package}=off"
             )
 
 
 def _warn(sink: str, error: Exception) -> None:
     reason = without_secrets(" ".join(str(error).split())) or type(error).__name__
-    _log.warning("megapipe: %s does not take records, training goes on: %s", sink, reason)
+    _log.warning("megapipe: %s does not accept records, training continues: %s", sink, reason)

@@ -1,5 +1,4 @@
-"""The report on memory that is used up, of a device or of the host: planned bytes beside those that
-were there."""
+"""The report of an out-of-memory error: the failed allocation and the planned bytes."""
 
 from __future__ import annotations
 
@@ -11,26 +10,26 @@ import torch
 from megapipe.config.config import Config
 from megapipe.errors import MegapipeError, OutOfMemory
 from megapipe.layout.layout import Layout
-from megapipe.plan.demand import demand, size_text
-from megapipe.plan.report import report
-from megapipe.plan.units import units_of_run
-from megapipe.util.beneath import make_folder, open_no_symlinks, write_no_symlinks
+from megapipe.plan.figures import plan_figures
+from megapipe.plan.memory_fit import size_text
+from megapipe.plan.report import as_text
+from megapipe.util.no_symlinks import make_folder, open_no_symlinks, write_no_symlinks
 
 _HOST = re.compile(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", re.DOTALL)
-"""The message where torch is refused memory of the host."""
+"""Pattern of torch's error message when host memory is exhausted."""
 FOLDER = "out_of_memory"
 HISTORY = 100_000
-"""Allocations that are remembered, with where they were made."""
+"""Number of recent allocations in a snapshot, each with its stack trace."""
 
 
 def remember_allocations(device: torch.device) -> None:
-    """Have snapshots tell where memory was asked for; does nothing on the CPU."""
+    """Record allocations and their stack traces for memory snapshots; does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host has refused memory."""
+    """Whether an error says that device or host memory is exhausted."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and _HOST.search(str(error)) is not None
     )
@@ -39,41 +38,44 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, config: Config, layout: Layout, rank: int) -> OutOfMemory:
     """Write ``out_of_memory/plan.txt`` and, on a GPU, ``rank_N.pickle`` into the run folder.
 
-    Returns the error to end with; never raises.
+    Returns the error that the rank should raise; failures to write become part of its text.
     """
     run = Path(config.run.folder) / config.run.name
     folder = run / FOLDER
     plan, snapshot = folder / "plan.txt", folder / f"rank_{rank:04d}.pickle"
-    left = f"all of it is in {plan}, "
+    planned, text = _plan(config, layout)
+    left = f"the whole plan is in {plan}, " if text else ""
     try:
-        make_folder(run, FOLDER)  # of a run, perhaps, that has none of its own yet
-        write_no_symlinks(run, f"{FOLDER}/{plan.name}", report(config, layout))
+        make_folder(run, FOLDER)  # the run folder may not exist yet
+        if text:
+            write_no_symlinks(run, f"{FOLDER}/{plan.name}", text)
         if torch.cuda.is_available():
             open_no_symlinks(run, f"{FOLDER}/{snapshot.name}", "wb").close()  # torch follows links
             torch.cuda.memory._dump_snapshot(str(snapshot))
             left += f"a snapshot for pytorch.org/memory_viz in {snapshot}"
         else:
-            left += "no snapshot beside it, which CUDA's allocator alone can make"
+            left += "no memory snapshot, which only CUDA's allocator can make"
     except (OSError, RuntimeError) as problem:
-        left = f"what was there cannot be written to {folder} ({problem})"
+        left = f"the details cannot be written to {folder} ({problem})"
     return OutOfMemory(
-        f"rank {rank} is out of memory: {_reason(error)}: {_planned(config, layout)}{left}; less "
-        "is needed with a smaller train.microbatch, activations.policy=selective or full, or more "
-        "ranks"
+        f"rank {rank} is out of memory: {_reason(error)}: {planned}, {left}; "
+        "use a smaller train.microbatch, activations.policy=selective or full, or more ranks"
     )
 
 
 def _reason(error: BaseException) -> str:
-    """The allocation that was refused, as text."""
+    """Describe the allocation that failed."""
     if host := _HOST.search(str(error)):
         return f"the host refused {size_text(int(host[1]))} at once"
     return ". ".join(str(error).split(". ")[:2]) or "the host refused more"
 
 
-def _planned(config: Config, layout: Layout) -> str:
-    """The plan's bytes, as text that goes on; nothing where there is no plan."""
+def _plan(config: Config, layout: Layout) -> tuple[str, str]:
+    """Return the planned bytes of the process that needs most, and the whole plan; if the run
+    cannot be planned, the reason and ""."""
     try:
-        totals, parts = demand(units_of_run(config, layout))
-    except (MegapipeError, RuntimeError, MemoryError):
-        return ""
-    return f"the plan counts {size_text(max(totals))} per process ({parts}), "
+        figures = plan_figures(config, layout)
+    except (MegapipeError, RuntimeError, MemoryError) as problem:
+        return f"it cannot be planned ({problem})", ""
+    most = figures.memory.most
+    return f"the plan counts {size_text(most.total)} per process ({most.text})", as_text(figures)

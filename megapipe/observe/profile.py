@@ -1,8 +1,8 @@
 """Traces of single steps by torch's profiler, one file per rank, for ui.perfetto.dev.
 
 ``python -m megapipe.observe.profile runs/NAME/profile/step_000020`` merges the files of all ranks
-into one, in which every rank has process numbers of its own. Times of one host are comparable;
-those of several hosts are as far as their clocks agree.
+into one, with different process numbers for each rank. Times of one host are comparable; times of
+several hosts are comparable only if the hosts' clocks agree.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from megapipe.command_line import Parser, run_command
 from megapipe.errors import DataError
-from megapipe.util.beneath import open_no_symlinks
+from megapipe.util.no_symlinks import open_no_symlinks
 
 MERGED = "merged.json.gz"
 PROCESSES_PER_RANK = 1000
-"""Numbers of processes that a rank may have in a merged file: one for the host, and one per GPU."""
+"""Number of process ids reserved for a rank in a merged file: one for the host, others for GPUs."""
 
 
 class StepProfile:
-    """The profile of one step on this rank; names of operations come from
-    :mod:`megapipe.engine.names`."""
+    """The profile of one step on this rank; operations are named by
+    :mod:`megapipe.engine.profiler_names`."""
 
     def __init__(self, folder: Path, step: int, *, rank: int, place: str, on_gpu: bool) -> None:
         self._run_folder, self._name = folder, f"profile/step_{step:06d}"
@@ -42,7 +42,7 @@ class StepProfile:
         self._about = json.dumps(about)
 
     def start(self) -> None:
-        """Begin; the first time in a process it takes seconds."""
+        """Start the profiler, which takes seconds the first time in a process."""
         self._profile.start()
         self._profile.add_metadata_json("megapipe", self._about)
 
@@ -53,7 +53,7 @@ class StepProfile:
         self._profile.stop()
         name = f"{self._name}/rank_{self.rank:04d}.json.gz"
         with (
-            tempfile.TemporaryDirectory() as own,  # as torch takes a path, and follows links
+            tempfile.TemporaryDirectory() as own,  # torch needs a path, and follows links
             open_no_symlinks(self._run_folder, name, "wb") as file,
             gzip.open(file, "wb") as out,
         ):
@@ -64,10 +64,10 @@ class StepProfile:
 
 
 def merge(folder: Path) -> Path:
-    """Merge the traces of all ranks in `folder` into one; returns its path.
+    """Merge the traces of all ranks in `folder` into one file; returns its path.
 
     Raises:
-        DataError: there are none, or one is damaged.
+        DataError: there are no traces, or one is damaged.
     """
     paths = sorted(folder.glob("rank_*.json.gz"))
     if not paths:
@@ -87,7 +87,7 @@ def merge(folder: Path) -> Path:
                 shift = (trace["baseTimeNanoseconds"] - base) / 1e3
                 events = trace["traceEvents"]
             except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}: no trace of a rank ({error})") from None
+                raise DataError(f"{path} is not a trace of a rank ({error})") from None
             for event in _renumbered(events, rank, f"rank {rank} ({place})", shift):
                 out.write(separator + json.dumps(event))
                 separator = ",\n"
@@ -98,11 +98,11 @@ def merge(folder: Path) -> Path:
 def _renumbered(
     events: list[dict[str, Any]], rank: int, name: str, shift_us: float
 ) -> Iterator[dict[str, Any]]:
-    """A rank's events with processes and flows that no other rank has."""
+    """Yield a rank's events with process and flow numbers that differ from other ranks' numbers."""
     numbers: dict[int, int] = {}
     for event in events:
         process = event.get("pid")
-        if not isinstance(process, int):  # the profiler's own remarks
+        if not isinstance(process, int):  # the profiler's own events
             continue
         number = numbers.setdefault(process, rank * PROCESSES_PER_RANK + len(numbers))
         changed = {**event, "pid": number}
@@ -120,7 +120,7 @@ def _renumbered(
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="python -m megapipe.observe.profile",
-        description="Make one trace of those of all ranks.",
+        description="Merge the traces of all ranks into one.",
     )
     parser.add_argument("folder", type=Path, help="folder of a profiled step: .../profile/step_N")
     parser.set_defaults(run=lambda given: print(merge(given.folder)))

@@ -1,4 +1,4 @@
-"""Which code, on which machine, with which libraries: written into every run folder."""
+"""Provenance, written into every run folder: code, machine and library versions."""
 
 import hashlib
 import os
@@ -15,14 +15,14 @@ _PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "transfo
 
 
 class GitState(TypedDict):
-    """State of a git work tree."""
+    """Commit of a git work tree, and whether the tree has changes."""
 
     commit: str
     dirty: bool
 
 
 class Provenance(TypedDict):
-    """The result of :func:`provenance`; serialises to JSON."""
+    """Versions, git state and host of a start, from :func:`provenance`; serialises to JSON."""
 
     versions: dict[str, str | None]
     git: GitState | None
@@ -32,10 +32,10 @@ class Provenance(TypedDict):
 
 
 def provenance(root: Path) -> Provenance:
-    """Versions, git state of the source tree ``root``, package hash and host.
+    """Return versions, git state of the source tree ``root``, package hash and host.
 
-    A package that is not installed has version None; ``git`` is None unless ``root`` is the top
-    of a git work tree. No environment variables are recorded.
+    A package that is not installed has version None; ``git`` is None unless ``root`` is the top of
+    a git work tree. Environment variables are not recorded.
     """
     return {
         "versions": {
@@ -50,23 +50,24 @@ def provenance(root: Path) -> Provenance:
     }
 
 
-def start_mark(run_folder: Path, step: int) -> str:
-    """The suffix in the file names of a resumed start's records, as in ``-step-00000018`` for
-    `step` 18; with a number added if the run has resumed at that step before."""
-    mark = f"-step-{step:08d}"
-    before = len(list(run_folder.glob(f"config{mark}*.yaml")))
-    return f"{mark}.{before}" if before else mark
+def start_suffix(run_folder: Path, step: int) -> str:
+    """Return the suffix of the files that a resumed start writes, such as ``-step-00000018`` for
+    `step` 18. A number is appended if the run has resumed at that step before."""
+    suffix = f"-step-{step:08d}"
+    before = len(list(run_folder.glob(f"config{suffix}*.yaml")))
+    return f"{suffix}.{before}" if before else suffix
 
 
 def newest_config(run_folder: Path) -> Path | None:
-    """The configuration of the run's last start, if there is one: the file that was written last,
-    as a run may have gone back to an earlier step."""
+    """Return the configuration file of the run's newest start; None if there is none. The time of
+    writing decides, not the step, as a rewound run starts at an earlier step."""
     found = run_folder.glob("config*.yaml")
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
 def git_state(root: Path) -> GitState | None:
-    """Commit of the work tree whose top is ``root``, and whether anything differs from it."""
+    """Return the commit of the work tree with the top folder ``root``, and whether it has
+    changes."""
     top = _git(root, "rev-parse", "--show-toplevel")
     commit = _git(root, "rev-parse", "HEAD")
     status = _git(root, "status", "--porcelain")
@@ -76,7 +77,7 @@ def git_state(root: Path) -> GitState | None:
 
 
 def package_hash(folder: Path = PACKAGE) -> str:
-    """SHA-256 over paths and contents of the package's files, compiled ones left out.
+    """Compute a SHA-256 over paths and contents of the package's files, except compiled ones.
 
     Ranks whose hashes differ run different code.
     """
@@ -101,7 +102,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Output of a git command that takes no locks, or None if it fails."""
+    """Return the output of a git command that takes no locks, or None if it fails."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:
         result = subprocess.run(

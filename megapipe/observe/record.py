@@ -1,4 +1,4 @@
-"""Records of a run, and the interface of the sinks that they are reported to."""
+"""Records of a run, and the interface of the sinks that receive them."""
 
 from __future__ import annotations
 
@@ -12,77 +12,78 @@ from megapipe.observe.routing_record import RoutingRecord
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source of a mixture in a step."""
+    """Figures of one source of a mixture in a step."""
 
     loss: float
-    """Mean loss of its unmasked tokens, in nats per token; nan where there are none, or where a
-    loss of the user's does not tell."""
+    """Mean loss of the source's unmasked tokens, in nats per token; nan without such tokens, or if
+    a user-defined loss does not report losses per source."""
     tokens: int
-    """Its unmasked tokens in the step."""
+    """Number of the source's unmasked tokens in the step."""
     samples: int
-    """Samples of it since step 0."""
+    """Number of samples drawn from the source since step 0."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as seen by the whole job."""
+    """Figures of one optimizer step of the whole job."""
 
     step: int
-    """The step just done, counted from 1."""
+    """Number of the completed step, counted from 1."""
     steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     loss: float
     """Mean loss of the step's unmasked tokens, in nats per token."""
     lr: float
-    """Learning rate that the step used."""
+    """Learning rate of the step."""
     grad_norm: float
-    """Global gradient norm ahead of clipping."""
+    """Global gradient norm before clipping."""
     seconds: float
     """Wall-clock time of the step."""
     tokens: int
-    """Tokens of the step's global batch."""
+    """Number of tokens in the step's global batch."""
     tokens_per_second: float
     """Tokens per second of the whole job."""
     tflops_per_device: float | None
-    """Model TFLOP/s of one device; None where FLOPs are not counted."""
+    """Model TFLOP/s of one device; None if FLOPs are not counted."""
     mfu: float | None
-    """Share of the device's peak, 0 to 1; None where no peak is known."""
+    """Model FLOP/s as a fraction of the device's peak, 0 to 1; None if the peak is unknown."""
     memory_gib: float | None
-    """Memory of the fullest rank, in GiB; see :mod:`megapipe.observe.memory`."""
+    """Memory in use on the rank with the highest use, in GiB (:mod:`megapipe.observe.memory`)."""
     eta_seconds: float
-    """Expected time to the end of the run."""
+    """Expected seconds to the end of the run."""
     samples: int
-    """Samples consumed since step 0."""
+    """Number of samples consumed since step 0."""
     loss_scale: float | None = None
-    """Factor of the loss in the backward pass; None where there is none."""
-    skipped: int | None = None
-    """Steps since step 0 without an update, their gradients not finite; None where none can be."""
+    """Loss scale of the backward; None without loss scaling."""
+    skipped_steps: int | None = None
+    """Number of steps skipped since step 0 for non-finite gradients; None if none can be
+    skipped."""
     sources: Mapping[str, SourceRecord] | None = None
-    """Of a mixture: each source by name; None where there is but one."""
+    """Figures of each source of a mixture, by name; None with a single source."""
     routing: RoutingRecord | None = None
-    """None where no layer routes its tokens."""
-    slowest_rank: int | None = None
-    """At the end of a window (``log.stragglers_every``): the rank that takes the longest for its
-    work, by how long others take..."""
-    slowest_score: float | None = None
-    """... and how many times as long; see :mod:`megapipe.watch.stragglers`."""
+    """Routing figures of the step; None without MoE layers."""
+    straggler_rank: int | None = None
+    """Rank that takes longest for its work, relative to the other ranks; only in the last step of a
+    timing window (``log.straggler_window``)."""
+    straggler_score: float | None = None
+    """Ratio of the straggler's time to the other ranks' time (:mod:`megapipe.watch.stragglers`)."""
 
     def metrics(self) -> dict[str, float]:
-        """The known values under the names that tensorboard and Weights & Biases show."""
+        """Return all known values, by their names in tensorboard and Weights & Biases."""
         named = {
             "train/loss": self.loss,
             "train/lr": self.lr,
             "train/grad_norm": self.grad_norm,
             "train/samples": self.samples,
             "train/loss_scale": self.loss_scale,
-            "train/skipped": self.skipped,
+            "train/skipped_steps": self.skipped_steps,
             "speed/step_seconds": self.seconds,
             "speed/tokens_per_second": self.tokens_per_second,
             "speed/tflops_per_device": self.tflops_per_device,
             "speed/mfu": self.mfu,
             "memory/gib": self.memory_gib,
-            "slowest/rank": self.slowest_rank,
-            "slowest/score": self.slowest_score,
+            "straggler/rank": self.straggler_rank,
+            "straggler/score": self.straggler_score,
         }
         if self.routing is not None:
             named |= self.routing.named()
@@ -96,52 +97,52 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """One pass over the held-out samples."""
+    """Result of one pass over a set of held-out samples."""
 
     step: int
-    """Optimizer steps done before it."""
+    """Number of optimizer steps before the validation."""
     steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     loss: float
     """Mean loss of the unmasked tokens, in nats per token."""
     seconds: float
     """Wall-clock time of the pass."""
     name: str = ""
-    """Of the set, where it has one."""
+    """Name of the held-out set; "" if it has none."""
     split: str = "validation"
-    """validation, or test: that of after the last step."""
+    """"validation", or "test" for the evaluation after the last step."""
 
     @property
     def metric(self) -> str:
-        """The name of the loss in tensorboard and Weights & Biases."""
+        """Name of the loss in tensorboard and Weights & Biases."""
         return f"{self.split}/{self.name}/loss" if self.name else f"{self.split}/loss"
 
     @property
     def label(self) -> str:
-        """The set in words."""
+        """Split and name of the held-out set, for messages."""
         return " ".join(filter(None, (self.split, self.name)))
 
 
 class Sink(Protocol):
-    """A place that records go to. What a sink raises never stops the training."""
+    """Destination of records. An error in a sink never stops the training."""
 
     name: str
 
     def step(self, record: StepRecord) -> None:
-        """Take the record of one optimizer step."""
+        """Receive the record of one optimizer step."""
 
     def validation(self, record: ValidationRecord) -> None:
-        """Take the record of one validation."""
+        """Receive the record of one validation."""
 
     def note(self, text: str) -> None:
-        """Take a line of text: a checkpoint, a resumption, a warning."""
+        """Receive a line of text, e.g. about a checkpoint or a resumption, or a warning."""
 
     def close(self) -> None:
-        """Write out what is still held."""
+        """Write buffered output."""
 
 
 def finite_fields(record: StepRecord | ValidationRecord) -> dict[str, Any]:
-    """The fields of a record, with None for what JSON cannot express (nan, inf)."""
+    """Return the fields of a record, with None for the values that JSON lacks (nan, inf)."""
     return {name: _finite(value) for name, value in asdict(record).items()}
 
 

@@ -1,4 +1,4 @@
-"""The record of the layers with experts in a step."""
+"""The record of a step's routing in MoE layers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """Layers with experts in a step, on average over them unless it says otherwise."""
+    """Routing figures of a step: averages over the MoE layers unless a field says otherwise."""
 
-    balance: float
-    """The balance term without its coefficient: 1 where tokens are spread evenly."""
-    z: float
-    """The z term without its coefficient: the mean squared logsumexp of the router's logits."""
-    dropped: float
-    """Share of the choices that were dropped."""
-    largest_load: float
-    """Choices of the expert with most of them by the mean of its layer's experts, of all layers the
-    largest; dropped ones are counted."""
+    aux_loss: float
+    """The auxiliary loss without its coefficient; 1 if tokens are spread evenly over experts."""
+    z_loss: float
+    """The z-loss without its coefficient: the mean squared logsumexp of the router's logits."""
+    dropped_fraction: float
+    """Fraction of the routers' choices that were dropped."""
+    max_load: float
+    """Load of the most chosen expert relative to the mean load of its layer; the largest such ratio
+    of all layers. Dropped choices count."""
     idle_experts: int
-    """Experts of all layers that no token has chosen."""
-    largest_bias: float | None = None
-    """The largest size of a bias after the step; None where there are none."""
-    loads: Mapping[int, float] = field(default_factory=dict)
-    """By layer the choices of the expert with most of them by the mean; the largest of these is
-    `largest_load`."""
+    """Number of experts, over all layers, that no token has chosen."""
+    max_bias: float | None = None
+    """Largest absolute router bias after the step; None without biases."""
+    max_load_by_layer: Mapping[int, float] = field(default_factory=dict)
+    """Load of the most chosen expert of each layer, relative to the mean load; `max_load` is the
+    largest of these ratios."""
     counts: Mapping[int, Sequence[int]] | None = None
-    """By layer the choices of each expert, dropped ones too, in the steps of
-    ``log.experts_every``."""
+    """Number of choices of each expert of each layer, dropped ones included; only in the steps that
+    ``log.expert_counts_every`` selects."""
 
     def numbers(self) -> dict[str, float | None]:
-        """Those of all layers together, by name."""
+        """Return the figures that cover all layers, by name, without the per-layer figures."""
         fields = asdict(self).items()
-        return {name: value for name, value in fields if name not in ("loads", "counts")}
+        return {
+            name: value for name, value in fields if name not in ("max_load_by_layer", "counts")
+        }
 
     def named(self) -> dict[str, float | None]:
-        """Return :meth:`numbers` under the names that trackers show."""
+        """Return the figures of :meth:`numbers` under their names in trackers."""
         return {f"experts/{name}": value for name, value in self.numbers().items()}

@@ -22,18 +22,18 @@ from megapipe.observe.provenance import newest_config
 
 
 class Summary(BaseModel):
-    """The content of ``summary.json`` in the run folder. Losses in nats per token."""
+    """The content of ``summary.json`` in the run folder. Losses are in nats per token."""
 
     model_config = ConfigDict(frozen=True)
 
     loss_first: float
     loss_last: float
     validation_loss: float | None
-    """Of a single set; None where there are several, or none."""
+    """Final loss on the validation set; None if there is no validation set, or several."""
     held_out: dict[str, float | None] = {}
-    """The last loss of each set that has a name, and of tests."""
+    """Final loss on each named validation set and each test set."""
     unigram_entropy: float | None
-    """Of the corpus; None where it is not known."""
+    """Unigram entropy of the corpus; None if unknown."""
     tokens_per_second: float
     run_folder: str
     steps: int
@@ -41,12 +41,15 @@ class Summary(BaseModel):
 
 
 def read_summary(run_folder: Path) -> Summary:
-    """The summary of a finished run; ConfigError if the folder has none that can be read."""
+    """Read the summary of a finished run. Raises ConfigError if the folder has none, or if it
+    cannot be read."""
     path = run_folder / "summary.json"
     try:
         return Summary.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a finished run has this file") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}; expected the folder of a finished run"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
@@ -54,7 +57,7 @@ def read_summary(run_folder: Path) -> Summary:
 
 
 def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> str:
-    """Aligned lines of text: how it went, and `commands` for what could come next."""
+    """Format the summary as aligned lines. The last lines are shell `commands`, by purpose."""
     rows = {
         "trained": f"{summary.steps} steps in {duration(summary.seconds)}, "
         f"{summary.tokens_per_second:,.0f} tokens/s",
@@ -68,13 +71,13 @@ def format_summary(summary: Summary, commands: dict[str, str] | None = None) -> 
 
 
 def _losses(summary: Summary) -> dict[str, str]:
-    """A row for each set that was held out."""
+    """Return the text about the final loss on each held-out set, by caption."""
     rows = {
         name: "not finite" if loss is None else f"{loss:.4f}"
         for name, loss in summary.held_out.items()
     }
     if summary.validation_loss is None:
-        return rows or {"validation": "nothing was held out"}
+        return rows or {"validation": "no validation data"}
     entropy = summary.unigram_entropy
     if entropy is None:
         compared = "the corpus' unigram entropy is not known"
@@ -87,13 +90,13 @@ def _losses(summary: Summary) -> dict[str, str]:
 def next_commands(
     run_folder: Path, reached: int | None = None, options: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """Commands, by purpose, for going on from the run's last start; none where it has recorded no
+    """Return shell commands that use or continue the run, by purpose; {} if the run has recorded no
     configuration.
 
     Args:
         run_folder: the run's folder.
-        reached: its last step; default: as its folder says.
-        options: of the launcher; default: as many processes as the run had.
+        reached: number of steps that the run has done; default: the step of its newest checkpoint.
+        options: options of the launcher; default: ``--nproc`` with the run's number of processes.
     """
     path = newest_config(run_folder)
     if path is None:
@@ -107,8 +110,8 @@ def next_commands(
     options = ("--nproc", str(layout.world)) if options is None else options
     launch = [*megapipe, "launch", *options]
     found = {
-        "more text": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
-        "to go on": shlex.join([*launch, *training_again(path, reached)]),
+        "to generate": shlex.join([*megapipe, "generate", str(run_folder), "--prompt", "def "]),
+        "to continue": shlex.join([*launch, *resume_arguments(path, reached)]),
     }
     if has_class(resolved.model):
         export = ("convert", "megapipe-to-hf", str(run_folder), f"{run_folder.name}-hf")
@@ -116,13 +119,13 @@ def next_commands(
     return found
 
 
-def training_again(path: Path, reached: int | None = None) -> list[str]:
-    """Return the program by which a run goes on, and its arguments: what follows a launcher.
+def resume_arguments(path: Path, reached: int | None = None) -> list[str]:
+    """Return the arguments after ``python`` that continue a run.
 
     Args:
-        path: the configuration of its last start, in its folder.
-        reached: its last step; default: that of the newest checkpoint in its folder, or where there
-            is none, that of a finished start.
+        path: the configuration file of the run's newest start, in the run folder.
+        reached: number of steps that the run has done; default: the step of its newest checkpoint,
+            or without a checkpoint the number of steps that the configuration asks for.
     """
     train = cli.parse([str(path)]).config.train
     if reached is None:
@@ -132,8 +135,8 @@ def training_again(path: Path, reached: int | None = None) -> list[str]:
 
 
 def _further(train: TrainConfig, reached: int) -> Iterator[str]:
-    """Settings that leave something to do after step `reached`: the rest of the steps, or as many
-    again."""
+    """Yield the settings that a run at step `reached` needs in order to make further steps: twice
+    `train.steps` if all steps are done, and no `train.stop_after` if that step is reached."""
     if reached >= train.steps:
         yield f"train.steps={2 * train.steps}"
     if train.stop_after is not None and reached >= train.stop_after:
@@ -142,8 +145,8 @@ def _further(train: TrainConfig, reached: int) -> Iterator[str]:
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    top = Parser(description="How a finished run went.")
-    top.add_argument("folder", type=Path, help="of the run")
+    top = Parser(description="Summarize a finished run.")
+    top.add_argument("folder", type=Path, help="folder of the run")
     top.set_defaults(run=_show)
     return top
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.util.beneath import make_folder
+from megapipe.util.no_symlinks import make_folder
 
 
 class TensorboardSink:
-    """Writes scalars and notes into a folder of the run's."""
+    """Writes scalars and notes into a subfolder of the run folder."""
 
     name = "tensorboard"
 
@@ -17,13 +17,13 @@ class TensorboardSink:
         self._open()
 
     def _open(self, purge_step: int | None = None) -> None:
-        """Begin a file, which hides what others have of `purge_step` and later ones."""
+        """Open a new event file; hide the values of earlier files from `purge_step` on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(self._folder, purge_step=purge_step)
 
     def step(self, record: StepRecord) -> None:
-        """Write one step's scalars, in the place of those from before a start or a rewind."""
+        """Write a step's scalars. If the run has gone back, hide repeated steps' old values."""
         if record.step <= self._step or (self._step == 0 and record.step > 1):
             self._writer.close()
             self._open(record.step)
@@ -32,12 +32,12 @@ class TensorboardSink:
             self._writer.add_scalar(name, value, record.step)
 
     def validation(self, record: ValidationRecord) -> None:
-        """Write the loss and flush: validations are rare and worth keeping."""
+        """Write the validation loss and flush the file, as validations are rare."""
         self._writer.add_scalar(record.metric, record.loss, record.step)
         self._writer.flush()
 
     def note(self, text: str) -> None:
-        """Write a text entry at the last step."""
+        """Write a line of text as an entry at the newest step."""
         self._writer.add_text("notes", text, self._step)
 
     def close(self) -> None:

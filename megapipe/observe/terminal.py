@@ -1,4 +1,4 @@
-"""A terminal: lines that fit it, and beneath them a bar with the progress and the time left."""
+"""A terminal: lines that fit its width, and below them a bar with progress and time left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.text import Text
 
 LONGEST_BAR = 60
 REDRAWN_S = 0.1
-"""Seconds that a bar stays at least, as steps may take less than a look at them."""
+"""Minimum number of seconds between two redraws of the bar."""
 
 
 class Terminal:
-    """Lines scroll above a bar, which is drawn anew after each of them: no thread, no cursor that
-    stays hidden. Make one with :meth:`of`."""
+    """Prints lines above a progress bar, and redraws the bar after each line, without a thread and
+    without hiding the cursor. Make one with :meth:`of`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -29,24 +29,24 @@ class Terminal:
 
     @classmethod
     def of(cls, stream: TextIO) -> Terminal | None:
-        """The terminal that a stream writes to; None if it is one that cannot erase."""
+        """Return the terminal that a stream writes to; None if it cannot erase lines."""
         console = Console(file=stream, highlight=False, soft_wrap=False)
         return None if console.is_dumb_terminal else cls(console)
 
     @property
     def width(self) -> int:
-        """Columns."""
+        """Width in columns."""
         return self._console.width
 
     def print(self, when: str, text: str, style: str | None = None) -> None:
-        """Print a line that begins with a dim time. A longer one goes on in the next."""
+        """Print a line that begins with a dim time stamp; a line that is too long is wrapped."""
         self._erase()
         self._console.print(Text.assemble((when, "dim"), " ", (text, style or "")))
         self._draw()
 
     def show(self, done: int, total: int, text: str, *, at_once: bool = False) -> None:
-        """Have the bar show how much is done, with `text` behind it, unless it was drawn just now
-        and `at_once` does not ask for it."""
+        """Draw the bar at `done` of `total` steps, followed by `text`. A bar drawn less than
+        :data:`REDRAWN_S` ago stays, unless `at_once`."""
         if not at_once and time.monotonic() - self._shown_at < REDRAWN_S:
             return
         self._shown_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""A measured step in pictures: when each operation ran, next to what the simulator expects."""
+"""Timelines of a measured step as pictures, next to the simulator's prediction."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,26 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megapipe.schedule.async_schedules.excerpt import Excerpt
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.render.picture import picture
 from megapipe.schedule.render.scene import stack
 from megapipe.schedule.render.vector import to_svg
-from megapipe.schedule.streams.excerpt import Excerpt
 from megapipe.schedule.timing.idle import Idle, idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from megapipe.schedule.timing.trace import trace
-from megapipe.util.beneath import write_no_symlinks
+from megapipe.util.no_symlinks import write_no_symlinks
 
 Span = tuple[Time, Time]
 
 
 def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> str:
-    """Write ``timeline/step_<step>.json`` and ``.svg``; returns a line about the step.
+    """Write ``timeline/step_<step>.json`` and ``.svg``; return a line of text about the step.
 
-    The JSON file is for ui.perfetto.dev. Both hold the measured step and its simulation with the
-    measured costs (medians by stage and kind; no latency). The line also gives the idle share of a
-    simulation at the costs of the `plan`: it differs as far as stages' shares of the time differ
-    from their shares of the FLOPs. Raises OSError if a file cannot be written.
+    The JSON file is for ui.perfetto.dev. Both files show the measured step, and a simulation with
+    the measured costs (median time per stage and kind of operation; no latency). The line also
+    gives the idle share of a simulation with the costs of `plan`. The two simulations differ if a
+    stage's share of the time is not its share of the FLOPs. Raises OSError if a file cannot be
+    written.
     """
     simulated = simulate(measured.schedule, measured.cost)
     planned = simulate(measured.schedule, plan)
@@ -41,24 +42,25 @@ def write_timeline(folder: Path, step: int, measured: Timeline, plan: Cost) -> s
 
 
 class RecordedWindow(NamedTuple):
-    """A window of a stream that was recorded with those beside it."""
+    """A recorded update window of a no-flush schedule, in an excerpt with neighbouring windows."""
 
     cut: Excerpt
     number: int
-    """Its place among the windows of the excerpt."""
+    """Index of the update window in the excerpt."""
     measured: Timeline
-    """Of the whole excerpt."""
+    """Timeline of the whole excerpt."""
 
     def span(self, timeline: Timeline) -> Span:
-        """When it begins and ends on the first rank."""
+        """Return when the update window begins and ends on the first rank."""
         return self.cut.span(timeline, self.number)
 
 
 def write_window(folder: Path, step: int, window: RecordedWindow, plan: Cost) -> str:
-    """Write the same two files of a step without a flush; returns a line about it.
+    """Write the files of :func:`write_timeline` for one update window of a no-flush schedule;
+    return a line of text about it.
 
-    Drawn is the time that the step takes on the first rank, beside that in a simulation of the
-    stream; the JSON file has the windows before and behind it too.
+    The picture shows the update window's time span on the first rank, next to a simulation. The
+    JSON file also has the update windows before and after it.
     """
     measured = window.measured
     simulated, planned = (window.cut.simulated(cost) for cost in (measured.cost, plan))
@@ -77,8 +79,8 @@ def write_window(folder: Path, step: int, window: RecordedWindow, plan: Cost) ->
 def _write(
     folder: Path, step: int, both: Mapping[str, Timeline], spans: Mapping[str, Span]
 ) -> Path:
-    """Write timelines by name, and a picture of each within its span; returns the picture's
-    path."""
+    """Write named timelines to one JSON file and one picture; `spans` limits the time that the
+    picture shows. Return the picture's path."""
     name = f"timeline/step_{step:06d}"
     write_no_symlinks(folder, f"{name}.json", json.dumps(trace(both, unit=1e6)))
     scenes = [picture(_named(timeline, of), span=spans.get(of)) for of, timeline in both.items()]

@@ -1,7 +1,7 @@
-"""Weights & Biases; imported only when switched on.
+"""The Weights & Biases sink; imported only when switched on.
 
-Offline runs need no account and no network. The key of an online run comes from the environment
-or from ``wandb login``, never from the configuration, and nobody is asked for it.
+Offline runs need no account and no network. The key of an online run comes from the environment or
+from ``wandb login``, never from the configuration or a prompt.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from megapipe.observe.record import StepRecord, ValidationRecord
-from megapipe.util.answers import call_with_timeout
-from megapipe.util.beneath import make_folder, open_no_symlinks
-from megapipe.words import without_secrets
+from megapipe.text import without_secrets
+from megapipe.util.no_symlinks import make_folder, open_no_symlinks
+from megapipe.util.timeouts import call_with_timeout
 
 INIT_S, FINISH_S = 60.0, 60.0
-"""How long the service may take to begin a run, and to take what is left of it at the end."""
+"""Time limits in seconds: for the service to begin a run, and for the upload at the end."""
 _SECRET_KEY = re.compile(r"(^|[._])(key|token|secret|password|credentials?)$")
 
 
 def public(flat_config: Mapping[str, object]) -> dict[str, object]:
-    """The configuration without keys that name a secret, and URLs without theirs."""
+    """Return the configuration without keys of secrets, and with secrets removed from URLs."""
     return {
         key: without_secrets(value) if isinstance(value, str) else value
         for key, value in flat_config.items()
@@ -32,7 +32,7 @@ def public(flat_config: Mapping[str, object]) -> dict[str, object]:
 
 
 class WandbSink:
-    """One Weights & Biases run per run folder: a resumed run continues it."""
+    """Writes to one Weights & Biases run per run folder; a resumed run continues the same one."""
 
     name = "wandb"
 
@@ -48,7 +48,7 @@ class WandbSink:
         import wandb
 
         if mode == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("no API key; set WANDB_API_KEY, or log.wandb=offline")
+            raise RuntimeError("no API key: set WANDB_API_KEY, or log.wandb=offline")
         make_folder(run_folder, self.name)
         with _public_arguments():
             run = wandb.init(
@@ -73,21 +73,21 @@ class WandbSink:
         self._run.log({"train/step": record.step, record.metric: record.loss})
 
     def note(self, text: str) -> None:
-        """Put the text into the run's summary as its last note."""
+        """Put a line of text into the run's summary; it replaces the previous line."""
         self._run.summary["note"] = text
 
     def close(self) -> None:
-        """Finish the run, uploading what is left of an online one.
+        """Finish the run, which uploads the rest of an online run.
 
-        Raises NoAnswer where that takes too long; the files stay in the run folder, for
-        ``wandb sync``.
+        Raises NoAnswer if the upload takes too long; the files stay in the run folder, for ``wandb
+        sync``.
         """
         call_with_timeout(FINISH_S, self._run.finish)
 
 
 @contextlib.contextmanager
 def _public_arguments() -> Iterator[None]:
-    """Has the arguments of this process, which wandb records, without the secrets of URLs."""
+    """Hide the secrets of URLs in this process's arguments, which wandb records."""
     whole = sys.argv
     sys.argv = [*map(without_secrets, whole)]
     try:
@@ -97,7 +97,7 @@ def _public_arguments() -> Iterator[None]:
 
 
 def _run_id(run_folder: Path) -> str:
-    """The identity kept in a file, made at the first start."""
+    """Return the run's id in Weights & Biases, which is kept in a file since the first start."""
     with open_no_symlinks(run_folder, "wandb_id", "a+", encoding="utf-8") as file:
         if not file.tell():
             file.write(uuid.uuid4().hex[:12] + "\n")

@@ -1,5 +1,5 @@
 """Optional kernels: apex, flash-attn, Liger and torch's own variants, behind one selection.
 
-The torch path is always there. Nothing else in the package imports an optional kernel; layers call
-what :class:`megapipe.ops.kernels.Kernels` holds.
+The torch path is always available. No other package imports an optional kernel; layers call what
+:class:`megapipe.ops.kernels.Kernels` holds.
 """

@@ -15,10 +15,10 @@ from megapipe.ops.swiglu import SwigluKernel, torch_swiglu, torch_swiglu_and_bac
 
 @dataclass(frozen=True)
 class Activate:
-    """Between the two matrices: [..., f], with a gate [..., 2 f], gate first, -> [..., f]."""
+    """Activation between the two matrices: [..., f], or gate and up [..., 2 f], -> [..., f]."""
 
     kind: str
-    """model.activation."""
+    """Value of model.activation."""
     swiglu: SwigluKernel = torch_swiglu
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -29,7 +29,8 @@ class Activate:
         return self.of_parts(y)
 
     def and_back(self, y: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The same, and what makes of its gradient that of `y`. No graph is built."""
+        """Return the activation of y, and a function that maps the activation's gradient to the
+        gradient of y. No autograd graph is kept."""
         if self.kind == "swiglu" and self.swiglu is torch_swiglu:
             return torch_swiglu_and_back(y)
         with torch.enable_grad():
@@ -38,11 +39,11 @@ class Activate:
         return found.detach(), lambda grad: torch.autograd.grad(found, y, grad)[0]
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Gate and up of [..., 2 f], or all: what :meth:`of_parts` takes."""
+        """Return gate and up of [..., 2 f], or (y,): the arguments of :meth:`of_parts`."""
         return y.chunk(2, dim=-1) if self.kind in ("swiglu", "geglu_tanh") else (y,)
 
     def of_parts(self, *parts: Tensor) -> Tensor:
-        """The same of gate and up, or of one tensor, each [..., f], by plain operations."""
+        """Return the activation of gate and up, or of one tensor, each [..., f], unfused."""
         if self.kind == "swiglu":
             return functional.silu(parts[0]) * parts[1]
         approximate = "none" if self.kind == "gelu" else "tanh"

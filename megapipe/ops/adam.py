@@ -12,11 +12,11 @@ from torch.optim.adam import adam
 from megapipe.ops.probe import Candidate, Unavailable, agree, load_module, needs_cuda, small_data
 
 CHUNK = 2048 * 32
-"""Elements per block of apex's multi-tensor kernels, apex's own setting."""
+"""Elements per block of apex's multi-tensor kernels: apex's default."""
 
 
 class AdamStep(NamedTuple):
-    """The numbers of one update; `step` counts from 1."""
+    """Hyperparameters of one update; `step` counts from 1."""
 
     lr: float
     beta1: float
@@ -24,12 +24,13 @@ class AdamStep(NamedTuple):
     eps: float
     weight_decay: float
     decoupled: bool
-    """The decay acts on the weights (AdamW), else on the gradient (Adam)."""
+    """Whether the decay acts on the weights (AdamW) or on the gradient (Adam)."""
     step: int
 
 
 AdamKernel = Callable[[Tensor, Tensor, Tensor, Tensor, AdamStep], None]
-"""(weights, gradient, exp_avg, exp_avg_sq, numbers): all but the gradient updated in place."""
+"""Function (weights, gradient, exp_avg, exp_avg_sq, step) that updates weights and moments in
+place."""
 
 
 def torch_adam(
@@ -56,14 +57,14 @@ def torch_adam(
 
 
 def apex_adam(extension: Any) -> AdamKernel:
-    """The update that apex's FusedAdam calls, `extension` being amp_C."""
+    """Return the kernel of apex's FusedAdam; `extension` is apex's module amp_C."""
 
     def update(
         master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: AdamStep
     ) -> None:
         extension.multi_tensor_adam(
             CHUNK,
-            torch.zeros(1, dtype=torch.int32, device=master.device),  # asks to skip the step
+            torch.zeros(1, dtype=torch.int32, device=master.device),  # no-op flag: not set
             [[grad], [master], [exp_avg], [exp_avg_sq]],
             now.lr,
             now.beta1,
@@ -79,7 +80,8 @@ def apex_adam(extension: Any) -> AdamKernel:
 
 
 def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[AdamKernel]]:
-    """apex before torch; `dtype` is that of master weights and states."""
+    """Return the kernels in order of preference: apex's, then torch's. `dtype`: type of master
+    weights and optimizer states."""
 
     def apex() -> AdamKernel:
         needs_cuda(device)

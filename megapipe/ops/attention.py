@@ -1,8 +1,8 @@
-"""Causal attention: torch's SDPA backends, FlexAttention, and flash kernels of packed rows.
+"""Causal attention: torch's SDPA backends, FlexAttention, and flash kernels of packed sequences.
 
-The queries are the last s of t positions. SDPA takes documents and windows as a mask, ALiBi as a
-mask of numbers; the flash kernels take runs of rows (varlen) and FlexAttention a sparse block mask,
-and both skip what is masked.
+The queries are the last s of t positions. SDPA takes documents and sliding windows as a boolean
+mask, and ALiBi as an additive mask. The flash kernels take variable lengths (varlen) and
+FlexAttention a sparse block mask; both skip masked scores.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megapipe.ops.documents import Documents, causal_block_mask
-from megapipe.ops.explicit_attention import (
+from megapipe.ops.math_attention import (
     alibi,
     math_attention,
-    places_of,
+    query_key_positions,
     slopes_on,
     visible,
 )
@@ -27,7 +27,7 @@ from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 
 class AttentionKernel(Protocol):
-    """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
+    """Attention: q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
 
     Dropout draws from the device's default generator.
     """
@@ -46,10 +46,10 @@ class AttentionKernel(Protocol):
 class Sdpa:
     """torch's scaled_dot_product_attention; torch chooses among its backends at each call.
 
-    `pinned` makes a context manager that allows one backend only. What no backend computes is
-    written out; so are windows and ALiBi on the CPU, whose backends would keep a mask each. `call`
-    stands for torch's function where there is none for a device, and `on_gpu` says whether that
-    is a GPU; by default the tensors say so.
+    `pinned` makes a context manager that allows one backend only. Scores that no backend computes
+    use :func:`math_attention`. So do sliding windows and ALiBi on the CPU: a backend would save a
+    mask per call there. The memory plan replaces torch's function by `call`, and sets `on_gpu` to
+    plan for a GPU that is not present.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Sdpa:
             mask = self._mask(q, t, documents, scores)
         elif documents is not None:
             mask = documents.mask(s)
-        elif s < t and not self.on_gpu:  # one that is planned makes no mask either
+        elif s < t and not self.on_gpu:  # a planned GPU makes no mask either
             mask = lower_right(s, t, q.device)
         return (self.call or scaled_dot_product_attention)(
             q,
@@ -115,7 +115,7 @@ class Sdpa:
     def _mask(
         self, q: Tensor, t: int, documents: Documents | None, scores: ScoreModifiers
     ) -> Tensor:
-        """Of windows and ALiBi, kept: without documents from call to call, else with these."""
+        """Return the mask of sliding window, ALiBi and documents; cached, in `documents` if any."""
         s, shape = q.shape[2], scores._replace(scale=None)
         key = (s, t, shape, q.dtype, q.device)
 
@@ -123,8 +123,8 @@ class Sdpa:
             seen = visible(s, t, documents, scores, q.device)
             if scores.slopes is None:
                 return seen
-            places = places_of(s, t, torch.float32, q.device)
-            bias = alibi(places, scores.slopes).to(q.dtype)
+            positions = query_key_positions(s, t, torch.float32, q.device)
+            bias = alibi(positions, scores.slopes).to(q.dtype)
             return bias[None].masked_fill(~seen, float("-inf"))  # [1 or b, heads, s, t]
 
         if torch.compiler.is_compiling():
@@ -137,7 +137,7 @@ class Sdpa:
 
 
 class FlashAttn:
-    """Tri Dao's flash-attn 2 (2307.08691), `package` being the module flash_attn."""
+    """Tri Dao's flash-attn 2 (2307.08691); `package` is the module flash_attn."""
 
     def __init__(self, package: Any) -> None:
         self.package = package
@@ -173,9 +173,9 @@ class FlashAttn:
 
 
 class Varlen:
-    """torch's flash kernel for documents of any length; whole rows go through SDPA.
+    """torch's varlen flash kernel for documents; without documents SDPA is used.
 
-    `varlen_attn` is torch.nn.attention.varlen's. It has no dropout.
+    `varlen_attn` is the function in torch.nn.attention.varlen. The kernel has no dropout.
     """
 
     def __init__(self, varlen_attn: Callable[..., Tensor]) -> None:
@@ -206,12 +206,12 @@ class Varlen:
 
 
 class Flex:
-    """FlexAttention (2412.05496), `flex_attention` being torch's, compiled. It has no dropout."""
+    """FlexAttention (2412.05496): torch's compiled `flex_attention`, without dropout."""
 
     def __init__(self, flex_attention: Callable[..., Tensor]) -> None:
         self.flex_attention = flex_attention
         self._causal: dict[tuple[int, int, int | None], Any] = {}
-        self._changes: dict[tuple[ScoreModifiers, int], Any] = {}
+        self._score_mods: dict[tuple[ScoreModifiers, int], Any] = {}
 
     def __call__(
         self,
@@ -234,41 +234,41 @@ class Flex:
         if scores.scale is not None:
             options["scale"] = scores.scale
         if scores.softcap is not None or scores.slopes is not None:
-            if (scores, t - s) not in self._changes:
-                self._changes[scores, t - s] = _change(scores, t - s, q.device)
-            options["score_mod"] = self._changes[scores, t - s]
+            if (scores, t - s) not in self._score_mods:
+                self._score_mods[scores, t - s] = _score_mod(scores, t - s, q.device)
+            options["score_mod"] = self._score_mods[scores, t - s]
         return self.flex_attention(q, k, v, **options)
 
 
-def _change(scores: ScoreModifiers, earlier: int, device: torch.device) -> Callable[..., Tensor]:
-    """FlexAttention's change of each score; `earlier` positions come before the first query."""
+def _score_mod(scores: ScoreModifiers, earlier: int, device: torch.device) -> Callable[..., Tensor]:
+    """Return FlexAttention's score_mod; `earlier`: number of positions before the first query."""
     cap = scores.softcap
     slopes = None if scores.slopes is None else torch.tensor(scores.slopes, device=device)
 
-    def change(score: Tensor, _row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def modified(score: Tensor, _row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if slopes is not None:
             score = score - slopes[head] * (q + earlier - k)
         return score
 
-    return change
+    return modified
 
 
 def lower_right(s: int, t: int, device: torch.device) -> Tensor:
-    """The causal mask of the last s of t positions; on a GPU torch may do without making it."""
+    """Return the causal mask of the last s of t positions; a GPU may need no memory for it."""
     if device.type != "cuda":
         return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s)
-    from torch.nn.attention.bias import causal_lower_right  # loads torch.compile's machinery
+    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile's machinery
 
     return causal_lower_right(s, t)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """[b, heads, s, d] -> [b * s, heads, d]."""
+    """Reshape [b, heads, s, d] -> [b * s, heads, d]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _unpacked(y: Tensor, like: Tensor) -> Tensor:
-    """[b * s, heads, d] -> the shape of `like`, [b, heads, s, d]."""
+    """Reshape [b * s, heads, d] -> the shape of `like`, [b, heads, s, d]."""
     return y.view(like.shape[0], like.shape[2], *y.shape[1:]).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Which attention kernel a run can use, and why."""
+"""Selection of the attention kernel of a run, with the reasons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megapipe.ops.scores import PLAIN, ScoreModifiers
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The inputs of attention in a run: sizes are those of one process."""
+    """Sizes and options of a run's attention, in one process."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,44 +38,44 @@ class AttentionShape:
     groups: int
     head_dim: int
     length: int
-    """Positions of a sequence."""
+    """Number of positions of a sequence."""
     dropout: float = 0.0
     documents: bool = False
-    """Tokens attend within their document only."""
+    """Whether tokens attend only within their document."""
     cut: bool = False
-    """Sequences come in slices, whose queries also attend to the keys of earlier slices."""
+    """Whether sequences come in slices, whose queries also attend to the keys of earlier slices."""
     compiled: bool = False
-    """Attention is part of a compiled block."""
+    """Whether attention is part of a compiled block."""
     scores: ScoreModifiers = PLAIN
-    """Those of a layer, of as many heads as there are here."""
+    """Score modifiers of a layer, for the heads of this process."""
 
     @property
     def written_out(self) -> bool:
-        """Whether no backend of torch's SDPA computes it, or none as well (see :class:`Sdpa`)."""
+        """Whether :class:`Sdpa` uses :func:`math_attention` (plain operations), not a backend."""
         scores = self.scores.among(self.length)
         return scores.softcap is not None or not (self.device.type == "cuda" or scores.plain)
 
 
-def candidates(given: AttentionShape) -> list[Candidate[AttentionKernel]]:
-    """On a GPU flash for packed documents and FlexAttention for scores that are not plain, then
-    SDPA; the others are used when named."""
+def candidates(attention: AttentionShape) -> list[Candidate[AttentionKernel]]:
+    """Return the kernels by preference. On a GPU, varlen flash for documents and FlexAttention for
+    modified scores come before SDPA. The kernels after SDPA are used only if named."""
     flash_attn = Candidate(
-        "flash_attn", partial(_flash_attn, given), partial(_check, given), "flash-attn"
+        "flash_attn", partial(_flash_attn, attention), partial(_check, attention), "flash-attn"
     )
-    varlen = Candidate("varlen", partial(_varlen, given), partial(_check, given))
-    flex = Candidate("flex", partial(_flex, given), partial(_check, given))
-    named = [Candidate(name, partial(_pinned, given, name)) for name in _BACKENDS]
+    varlen = Candidate("varlen", partial(_varlen, attention), partial(_check, attention))
+    flex = Candidate("flex", partial(_flex, attention), partial(_check, attention))
+    named = [Candidate(name, partial(_pinned, attention, name)) for name in _BACKENDS]
     auto: Candidate[AttentionKernel] = Candidate("SDPA", Sdpa)
     first = []
-    if given.device.type == "cuda":
-        first += [varlen] if given.documents else []
-        first += [] if given.scores.among(given.length).plain else [flex]
+    if attention.device.type == "cuda":
+        first += [varlen] if attention.documents else []
+        first += [] if attention.scores.among(attention.length).plain else [flex]
     others = [each for each in (flash_attn, varlen, flex) if each not in first]
     return [*first, auto, *named, *others]
 
 
 EFFICIENT_BYTES = 16
-"""Heads of the efficient backend are multiples of so many bytes."""
+"""Alignment of head sizes, in bytes, that SDPA's efficient backend needs."""
 _BACKENDS = {
     "flash": "FLASH_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
@@ -87,12 +87,12 @@ _BACKENDS = {
 def planned_backend(
     dtype: torch.dtype, head_dim: int, allowed: Collection[str], *, masked: bool, grouped: bool
 ) -> str:
-    """The SDPA backend that torch takes on a GPU of compute capability 8.0, of those `allowed`, by
-    the rules of aten/native/transformers/cuda/sdp_utils.cpp. `masked`: with a mask that is not just
-    causal. `grouped`: fewer key heads.
+    """Return the SDPA backend in `allowed` that torch takes on a GPU of compute capability 8.0, by
+    the rules of aten/native/transformers/cuda/sdp_utils.cpp. `masked` says whether the mask is more
+    than causal, `grouped` whether there are fewer KV heads than query heads.
 
-    From 9.0 on torch takes cuDNN's before flash, if that is newer than 9.15.1; the two keep the
-    same tensors. Raises :class:`Unavailable` where none can be used.
+    From capability 9.0 on torch prefers cuDNN to flash, if cuDNN is newer than 9.15.1; both save
+    the same tensors. Raises :class:`Unavailable` if no backend can be used.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     usable = {
@@ -109,29 +109,40 @@ def planned_backend(
     raise Unavailable("torch has no kernel for it")
 
 
-def torch_choice(given: AttentionShape, only: str | None = None) -> str:
-    """The SDPA backend that torch chooses for a run's attention; `only` allows no other.
+def torch_choice(attention: AttentionShape, only: str | None = None) -> str:
+    """Return the SDPA backend that torch chooses for a run's attention. If `only` is given, this is
+    the only backend allowed.
 
-    Raises :class:`Unavailable`, with torch's reasons, where torch has none for it.
+    Raises :class:`Unavailable`, with torch's reasons, if torch has no backend for this attention.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     allowed = [only] if only is not None else list(_BACKENDS)
-    scores = given.scores.among(given.length)
-    masked = given.documents or (given.cut and given.device.type == "cpu") or not scores.plain
+    scores = attention.scores.among(attention.length)
+    masked = (
+        attention.documents
+        or (attention.cut and attention.device.type == "cpu")
+        or not scores.plain
+    )
     if is_planned():
-        grouped = given.heads != given.groups
-        return planned_backend(given.dtype, given.head_dim, allowed, masked=masked, grouped=grouped)
-    shapes = [(1, n, given.length, given.head_dim) for n in (given.heads, given.groups)]
+        grouped = attention.heads != attention.groups
+        return planned_backend(
+            attention.dtype, attention.head_dim, allowed, masked=masked, grouped=grouped
+        )
+    shapes = [
+        (1, n, attention.length, attention.head_dim) for n in (attention.heads, attention.groups)
+    ]
     q, k = (
-        torch.empty(shape, dtype=given.dtype, device=given.device, requires_grad=True)
+        torch.empty(shape, dtype=attention.dtype, device=attention.device, requires_grad=True)
         for shape in shapes
     )
     mask = None
     if masked:
-        dtype = torch.bool if scores.slopes is None else given.dtype
-        mask = torch.empty(1, 1, given.length, given.length, dtype=dtype, device=given.device)
-    with warnings.catch_warnings(record=True) as said:
+        dtype = torch.bool if scores.slopes is None else attention.dtype
+        mask = torch.empty(
+            1, 1, attention.length, attention.length, dtype=dtype, device=attention.device
+        )
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with sdpa_kernel([getattr(SDPBackend, _BACKENDS[name]) for name in allowed]):
@@ -140,9 +151,9 @@ def torch_choice(given: AttentionShape, only: str | None = None) -> str:
                     k,
                     k,
                     mask,
-                    given.dropout,
+                    attention.dropout,
                     mask is None,
-                    enable_gqa=given.heads != given.groups,
+                    enable_gqa=attention.heads != attention.groups,
                 )
         except RuntimeError as error:
             number, problem = -1, first_line(error)
@@ -151,48 +162,48 @@ def torch_choice(given: AttentionShape, only: str | None = None) -> str:
     for name in allowed:
         if int(getattr(SDPBackend, _BACKENDS[name])) == number:
             return name
-    raise Unavailable(_reason([str(w.message) for w in said]) or problem)
+    raise Unavailable(_reason([str(w.message) for w in caught]) or problem)
 
 
 def _reason(messages: Sequence[str]) -> str:
-    """torch's reasons in one line, without headings and places in torch's sources."""
-    said = [message.partition(" (Triggered internally")[0].strip() for message in messages]
-    return "; ".join(dict.fromkeys(line.rstrip(".") for line in said if "because:" not in line))
+    """Return torch's reasons in one line, without headings and locations in torch's sources."""
+    reasons = [message.partition(" (Triggered internally")[0].strip() for message in messages]
+    return "; ".join(dict.fromkeys(line.rstrip(".") for line in reasons if "because:" not in line))
 
 
-def _pinned(given: AttentionShape, name: str) -> AttentionKernel:
+def _pinned(attention: AttentionShape, name: str) -> AttentionKernel:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if name in ("efficient", "cudnn"):
-        needs_cuda(given.device)
-    if name == "math" and given.compiled:
-        raise Unavailable("is taken apart by inductor and put together wrong (kernels.compile)")
-    if given.scores.softcap is not None:
+        needs_cuda(attention.device)
+    if name == "math" and attention.compiled:
+        raise Unavailable("gives wrong results when inductor decomposes it (kernels.compile)")
+    if attention.scores.softcap is not None:
         raise Unavailable("has no soft-capped scores (model.attention_softcap)")
-    if given.cut and name == "cudnn":
-        raise Unavailable("takes no slices of sequences (pipeline.slices)")
-    torch_choice(given, name)
+    if attention.cut and name == "cudnn":
+        raise Unavailable("does not support slices of sequences (pipeline.sequence_slices)")
+    torch_choice(attention, name)
     return Sdpa(partial(sdpa_kernel, getattr(SDPBackend, _BACKENDS[name])))
 
 
-def _flash_attn(given: AttentionShape) -> AttentionKernel:
-    needs_cuda(given.device)
-    needs_no_graph(given.compiled)
-    needs_half(given.dtype)
+def _flash_attn(attention: AttentionShape) -> AttentionKernel:
+    needs_cuda(attention.device)
+    needs_no_graph(attention.compiled)
+    needs_half(attention.dtype)
     package = load_module("flash_attn", "flash-attn")
     if not package.__version__.startswith("2."):
         raise Unavailable(f"flash-attn {package.__version__} is installed, not 2.x")
     return FlashAttn(package)
 
 
-def _varlen(given: AttentionShape) -> AttentionKernel:
-    needs_cuda(given.device)
-    needs_no_graph(given.compiled)
-    needs_half(given.dtype)
-    _needs_no_dropout(given)
-    if given.scores.softcap is not None:
+def _varlen(attention: AttentionShape) -> AttentionKernel:
+    needs_cuda(attention.device)
+    needs_no_graph(attention.compiled)
+    needs_half(attention.dtype)
+    _needs_no_dropout(attention)
+    if attention.scores.softcap is not None:
         raise Unavailable("has no soft-capped scores (model.attention_softcap)")
-    if given.scores.slopes is not None:
+    if attention.scores.slopes is not None:
         raise Unavailable("has no biases by distance (model.positions=alibi)")
     varlen_attn = load_module("torch.nn.attention.varlen", "torch").varlen_attn
     if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
@@ -200,43 +211,44 @@ def _varlen(given: AttentionShape) -> AttentionKernel:
     return Varlen(varlen_attn)
 
 
-def _flex(given: AttentionShape) -> AttentionKernel:
-    needs_no_graph(given.compiled)
-    needs_cuda(given.device)
-    _needs_no_dropout(given)
+def _flex(attention: AttentionShape) -> AttentionKernel:
+    needs_no_graph(attention.compiled)
+    needs_cuda(attention.device)
+    _needs_no_dropout(attention)
     module = load_module("torch.nn.attention.flex_attention", "torch")
-    if is_planned():  # it takes a second to prepare what will not be called
+    if is_planned():  # compiling takes a second, and the kernel will not be called
         return Flex(module.flex_attention)
     return Flex(torch.compile(module.flex_attention, dynamic=False))
 
 
-def _needs_no_dropout(given: AttentionShape) -> None:
-    if given.dropout:
-        raise Unavailable(f"has no dropout, and model.dropout is {given.dropout}")
+def _needs_no_dropout(attention: AttentionShape) -> None:
+    if attention.dropout:
+        raise Unavailable(f"has no dropout, and model.dropout is {attention.dropout}")
 
 
-def _check(given: AttentionShape, kernel: AttentionKernel) -> None:
-    """Compare with SDPA's plain arithmetic, with and without documents, whole and sliced."""
+def _check(attention: AttentionShape, kernel: AttentionKernel) -> None:
+    """Compare `kernel` with SDPA's math backend, or plain operations for a soft cap, on small data:
+    with documents and with slices if the run has them."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    scores, b, t = given.scores, 2, 256
+    scores, b, t = attention.scores, 2, 256
     if scores.window is not None:
         scores = scores._replace(window=min(scores.window, 100))
     math: AttentionKernel = Sdpa(partial(sdpa_kernel, SDPBackend.MATH))
     plain = math if scores.softcap is None else Sdpa()
     breaks = torch.zeros(b, t, dtype=torch.long)
     breaks[0, 40] = breaks[0, 200] = breaks[1, 129] = 1
-    documents = Documents(breaks.cumsum(-1), given.device)
+    documents = Documents(breaks.cumsum(-1), attention.device)
 
     def results(of: AttentionKernel, precision: torch.dtype) -> list[Tensor]:
         found: list[Tensor] = []
-        for s in [t, 100] if given.cut else [t]:
-            q_shape = (b, given.heads, s, given.head_dim)
-            k_shape = (b, given.groups, t, given.head_dim)
+        for s in [t, 100] if attention.cut else [t]:
+            q_shape = (b, attention.heads, s, attention.head_dim)
+            k_shape = (b, attention.groups, t, attention.head_dim)
             shapes = [q_shape, k_shape, k_shape, q_shape]
-            q, k, v, grad = small_data(shapes, given.dtype, precision, given.device)
-            y = of(q, k, v, 0.0, documents if given.documents else None, scores)
+            q, k, v, grad = small_data(shapes, attention.dtype, precision, attention.device)
+            y = of(q, k, v, 0.0, documents if attention.documents else None, scores)
             found += [y, *torch.autograd.grad(y, [q, k, v], grad)]
         return found
 
-    agree(kernel, plain, results, given.dtype)
+    agree(kernel, plain, results, attention.dtype)

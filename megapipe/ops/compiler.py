@@ -12,19 +12,19 @@ from torch import Tensor
 from megapipe.ops.probe import is_planned, load_module
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a function to its compiled form, which compiles at its first calls."""
+"""Function that returns a function's compiled form, which compiles when it is first called."""
 FEWEST_ROWS = 2
-"""A compiler makes graphs of their own for sizes of 0 and 1."""
+"""Minimum number of rows in a dynamic dimension: torch.compile makes other graphs for 0 and 1."""
 
 
 def torch_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile with inductor to one graph, or raise at the first call; new shapes compile again."""
+    """Compile `function` with inductor to one graph for each shape, or raise at the first call."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def compile_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a few elementwise operations, and sums over the last dimension, to one or two
-    kernels, anew for each combination of shapes."""
+    kernels, separately for each combination of shapes."""
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(*args: Any) -> Any:
@@ -37,9 +37,9 @@ def compile_elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile elementwise operations on tensors [rows, ...], and sums over their last dimension:
-    once for whatever number of rows from :data:`FEWEST_ROWS` on, which differs from micro-batch to
-    micro-batch. What is no tensor can be a key of a dictionary."""
+    """Compile elementwise operations on tensors [rows, ...], and sums over their last dimension.
+    One compilation serves all numbers of rows from :data:`FEWEST_ROWS` on, since they differ
+    between micro-batches. Arguments that are not tensors must be hashable."""
     compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(*args: Any) -> Any:
@@ -57,12 +57,12 @@ def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own: dynamo counts and limits the graphs of a code object,
-    whoever compiled it."""
+    """Copy a function with a new code object: dynamo counts and limits the graphs of a code object,
+    summed over all functions that are compiled from it."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def needs_inductor(device: torch.device) -> None:
-    """Raise :class:`Unavailable` where inductor has nothing to compile for `device` with."""
+    """Raise :class:`Unavailable` if inductor cannot compile for `device`."""
     if device.type == "cuda" and not is_planned():
         load_module("triton", "triton")

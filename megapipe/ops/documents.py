@@ -1,4 +1,4 @@
-"""Documents within rows of tokens: who may attend to whom, in the forms that kernels take."""
+"""Documents within sequences: which tokens may attend to which, in the forms that kernels take."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megapipe.ops.transfer import to_device
 
 
 class VarlenLengths(NamedTuple):
-    """Where documents end, row after row, as flash kernels with variable lengths take them."""
+    """Lengths of documents, sample after sample, as varlen flash kernels take them."""
 
     cu_seqlens_q: Tensor
-    """[n + 1] int32: where each document's queries end, from 0; some may have none."""
+    """[n + 1] int32: cumulative number of queries per document, from 0; some may have no query."""
     cu_seqlens_k: Tensor
-    """[n + 1] int32: the same of keys."""
+    """[n + 1] int32: cumulative number of keys per document, from 0."""
     max_seqlen_q: int
     max_seqlen_k: int
 
 
 def varlen_lengths(lengths: Sequence[tuple[int, int]], device: torch.device) -> VarlenLengths:
-    """Runs of so many queries and keys each."""
+    """Build :class:`VarlenLengths` from (number of queries, number of keys) pairs."""
     sides = queries, keys = [list(side) for side in zip(*lengths, strict=True)]
     ends = [list(accumulate(side, initial=0)) for side in sides]
     near = to_device(torch.tensor(ends, dtype=torch.int32), device)
@@ -32,30 +32,30 @@ def varlen_lengths(lengths: Sequence[tuple[int, int]], device: torch.device) -> 
 
 
 def document_ids(tokens: Tensor, end: int) -> Tensor:
-    """Number of the document of each token, [b, t], from 0 in each row.
+    """Return the index of each token's document, [b, t], from 0 in each sample.
 
-    `end` is the token that ends a document, and is part of it.
+    `end`: id of the token that ends a document and belongs to it.
     """
     ends = (tokens == end).long()
     return ends.cumsum(-1) - ends
 
 
 def _numbered(ids: Tensor) -> Tensor:
-    """Number of the document of each token, [b, t], counted over all rows."""
+    """Return the index of each token's document, [b, t], counted over all samples."""
     begins = torch.ones_like(ids, dtype=torch.int64)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return begins.flatten().cumsum(0).view_as(ids) - 1
 
 
 def _ends(numbers: Tensor, n: int) -> Tensor:
-    """[n + 1] int32: where each of n documents ends among these tokens, from 0."""
+    """Return cumulative lengths of n documents, [n + 1] int32; `numbers`: each token's document."""
     tokens = torch.ones(numbers.numel(), dtype=torch.int32, device=numbers.device)
     lengths = torch.zeros(n + 1, dtype=torch.int32, device=numbers.device)
     return lengths.scatter_add_(0, numbers.flatten() + 1, tokens).cumsum(0, dtype=torch.int32)
 
 
 def positions_in(ids: Tensor) -> Tensor:
-    """Position of each token in its document, [b, t], from the documents' numbers [b, t]."""
+    """Return each token's position in its document, [b, t], from the document ids [b, t]."""
     at = torch.arange(ids.shape[1], device=ids.device)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -63,8 +63,8 @@ def positions_in(ids: Tensor) -> Tensor:
 
 
 def causal_block_mask(s: int, t: int, device: torch.device, window: int | None = None) -> Any:
-    """FlexAttention's sparse block mask of the last s of t positions, each seeing its past, or the
-    last `window` positions of it."""
+    """Make FlexAttention's sparse block mask of the last s of t positions: each position sees
+    itself and earlier positions, in total at most `window`."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def allowed(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -75,11 +75,11 @@ def causal_block_mask(s: int, t: int, device: torch.device, window: int | None =
 
 
 class Documents:
-    """Which document each of t positions belongs to, for the queries of the last s of them.
+    """Documents of t positions, in the forms that attention kernels take; the last s are queries.
 
-    Made once per micro-batch, from `ids` [b, t] on the CPU, not decreasing along a row; each form
-    is computed when a kernel first asks for it, and kept. `near` has the same on the device, and is
-    copied there by default.
+    `ids` [b, t] on the CPU give each position's document, non-decreasing along a sample. Each form
+    (mask, cumulative lengths, block mask) is computed when a kernel first asks for it, and cached.
+    `near` holds the ids on the device; by default they are copied there.
     """
 
     def __init__(self, ids: Tensor, device: torch.device, near: Tensor | None = None) -> None:
@@ -89,7 +89,7 @@ class Documents:
         self._forms: dict[Any, Any] = {}
 
     def mask(self, s: int) -> Tensor:
-        """[b, 1, s, t] bool: true where a query may see a key: same document, not later."""
+        """Return [b, 1, s, t] bool: whether a query may see a key: same document, not later."""
         key = ("mask", s)
         if key not in self._forms:
             ids = self._near
@@ -100,7 +100,7 @@ class Documents:
         return self._forms[key]
 
     def runs(self, s: int) -> VarlenLengths:
-        """The documents as runs of queries and keys."""
+        """Return the lengths of all documents, in queries (the last s positions) and in keys."""
         key = ("runs", s)
         if key not in self._forms:
             here, near = _numbered(self.ids), _numbered(self._near)
@@ -110,13 +110,13 @@ class Documents:
         return self._forms[key]
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Another form, made when it is first asked for by `key`."""
+        """Return the form cached under `key`, made by `make` on first use."""
         if key not in self._forms:
             self._forms[key] = make()
         return self._forms[key]
 
     def block_mask(self, s: int, window: int | None = None) -> Any:
-        """FlexAttention's sparse block mask of :meth:`mask`, of the last `window` positions."""
+        """Return :meth:`mask` as FlexAttention's block mask, cut to a sliding `window` if given."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         key = ("blocks", s, window)

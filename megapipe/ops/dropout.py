@@ -1,4 +1,4 @@
-"""Dropout: torch's."""
+"""torch's dropout as a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 DropoutKernel = Callable[[Tensor, float], Tensor]
-"""(x [...], probability) -> [...], by the device's default generator."""
+"""Function (x [...], probability) -> [...] that draws from the device's default generator."""
 
 
 def torch_dropout(x: Tensor, p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gate of a geglu MLP: GELU, by the approximation with tanh, times the other half."""
+"""Gate of a GeGLU MLP: gelu(gate) * up, with the tanh approximation of GELU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _gelu, _gelu_grad = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_i
 
 
 class _Geglu(Function):
-    """Saves gate and up alone; the backward computes gelu(gate) again, in its result's memory."""
+    """GeGLU that saves gate and up; the backward recomputes gelu(gate) in its result's memory."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class _Geglu(Function):
 
 
 def torch_geglu(both: Tensor) -> Tensor:
-    """gate and up, [..., 2 f] -> gelu(gate) * up, [..., f]."""
-    if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
+    """Map gate and up, [..., 2 f], to gelu(gate) * up, [..., f]."""
+    if torch.compiler.is_compiling():  # the compiler decides what to save
         gate, up = both.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
     return _Geglu.apply(both)

@@ -1,10 +1,10 @@
 """The arithmetic of the loss between its GEMMs: torch's operations, or kernels made by inductor.
 
-Each tensor-parallel rank has the logits of its range of the vocabulary. It takes exponentials
-against its own maximum, so three numbers per token are all that ranks have to tell each other
-(Shoeybi et al., 1909.08053): maximum, sum of exponentials, and logit of the label. A kernel
-computes these, its *shares* [3, n], and from those of all ranks, [tp, 3, n], the losses and the
-gradient of the logits.
+Each tensor-parallel rank has the logits of its range of the vocabulary. A rank takes exponentials
+relative to its local maximum, so ranks exchange only three values per token (Shoeybi et al.,
+1909.08053): maximum, sum of exponentials, and logit of the label. A kernel computes these *vocab
+stats* [3, n], and from the stats of all ranks, [tp, 3, n], the losses and the gradient of the
+logits.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megapipe.ops.probe import Candidate, agree, in_preference, small_data
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type in which losses of logits of `dtype` are computed: fp32, fp64 for fp64."""
+    """Return the type in which losses of logits of `dtype` are computed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Labels(NamedTuple):
-    """Labels of n tokens, and where they are in this rank's range of the vocabulary."""
+    """Labels of n tokens, and their columns in this rank's range of the vocabulary."""
 
     column: Tensor
-    """[n, 1] int64, 0 where the label is another rank's."""
+    """Column of each label, [n, 1] int64; 0 if the label is in another rank's range."""
     elsewhere: Tensor
-    """[n, 1] bool: whether it is."""
+    """[n, 1] bool: whether the label is in another rank's range."""
     columns: int
-    """Columns of this rank's logits that are not padding; padding gets no probability."""
+    """Number of this rank's logit columns that are not padding; padding gets no probability."""
     tp_index: int
 
     @classmethod
     def of(cls, labels: Tensor, width: int, tp_index: int, vocab_size: int) -> Labels:
-        """Of global ids [n], for the rank `tp_index` of those that have `width` columns each."""
+        """Build labels from ids [n], for rank `tp_index`; every rank has `width` logit columns."""
         first = tp_index * width
         column = (labels - first).unsqueeze(-1)
         elsewhere = (column < 0) | (column >= width)
@@ -49,34 +49,34 @@ class Labels(NamedTuple):
 
 
 class LossKernel(Protocol):
-    """The two steps of a chunk; `logits` [n, V/tp] are scratch memory for both."""
+    """Kernel of a loss chunk, in two steps; both may overwrite `logits` [n, V/tp]."""
 
     @property
     def wide(self) -> bool:
-        """Whether it takes the logits in :func:`loss_dtype`, else in the model's type."""
+        """Whether the kernel takes logits in :func:`loss_dtype`, instead of in the model's type."""
 
     def local_stats(self, logits: Tensor, labels: Labels) -> Tensor:
-        """[3, n]: this rank's maxima, sums of exponentials and logits of labels."""
+        """Return this rank's vocab stats [3, n]: maxima, exponential sums and logits of labels."""
 
     def results(
         self, logits: Tensor, labels: Labels, gathered: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Losses [n] in nats, and the gradient of the logits [n, V/tp] for `weights` [n] of the
-        losses, after :meth:`local_stats` on the same logits; `gathered` [tp, 3, n] are those of
-        all ranks."""
+        """Return the losses [n] in nats, and the gradient of the logits [n, V/tp] for the sum of
+        the losses times `weights` [n]. Call it after :meth:`local_stats` on the same logits;
+        `gathered` [tp, 3, n] has the vocab stats of all tp ranks."""
 
 
 class VocabStats(NamedTuple):
-    """Over the whole vocabulary."""
+    """Statistics over the whole vocabulary."""
 
     losses: Tensor
-    """[n], in nats."""
+    """Loss of each token, [n], in nats."""
     factor: Tensor
-    """[n], which makes probabilities of a rank's exponentials."""
+    """[n]: factor that turns this rank's exponentials into probabilities."""
 
 
 def merge_vocab_stats(gathered: Tensor, tp_index: int) -> VocabStats:
-    """From the shares of all ranks, [tp, 3, n], for rank `tp_index`."""
+    """Merge vocab stats of all tp ranks, [tp, 3, n], into losses, with rank `tp_index`'s factor."""
     tops, sums, targets = gathered.unbind(1)
     highest = tops.amax(0)
     total = (sums * (tops - highest).exp()).sum(0)
@@ -85,8 +85,7 @@ def merge_vocab_stats(gathered: Tensor, tp_index: int) -> VocabStats:
 
 
 class TorchLoss:
-    """torch's operations, in place: :meth:`local_stats` leaves exponentials in place of
-    the logits."""
+    """Loss kernel of torch's operations; :meth:`local_stats` turns the logits into exponentials."""
 
     wide = True
 
@@ -94,7 +93,7 @@ class TorchLoss:
         if labels.columns < logits.shape[-1]:
             logits[:, labels.columns :] = float("-inf")
         target = logits.gather(-1, labels.column).masked_fill(labels.elsewhere, 0).squeeze(-1)
-        # where a rank holds padding alone all are -inf, and -inf - -inf is no number
+        # if a rank has only padding, all are -inf, and -inf - -inf is NaN
         top = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
         values = logits.sub_(top.unsqueeze(-1)).exp_()
         return torch.stack((top, values.sum(-1), target))
@@ -107,15 +106,15 @@ class TorchLoss:
 
 
 def gradient(exponentials: Tensor, labels: Labels, factor: Tensor, weights: Tensor) -> Tensor:
-    """The gradient of the logits [n, V/tp], in place of a rank's exponentials, for `weights` [n] of
-    the losses."""
+    """Return the gradient of the logits [n, V/tp] for the sum of the losses times `weights` [n], in
+    the memory of this rank's exponentials."""
     out = exponentials.mul_((factor * weights).unsqueeze(-1))
     own = weights.unsqueeze(-1).masked_fill(labels.elsewhere, 0)
     return out.scatter_add_(-1, labels.column, -own)
 
 
 class InductorLoss:
-    """Each step compiled; logits stay in the model's type, and are read twice."""
+    """Loss kernel whose two steps inductor compiles; logits keep their type and are read twice."""
 
     wide = False
 
@@ -150,7 +149,7 @@ def _results(
     gathered: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """The losses; leaves the gradient in place of the logits."""
+    """Return the losses, and overwrite the logits with their gradient."""
     tops, sums, targets = gathered.unbind(1)
     highest = tops.amax(0)
     log_total = highest + (sums * (tops - highest).exp()).sum(0).log()
@@ -161,7 +160,7 @@ def _results(
 
 
 def _read(logits: Tensor, column: Tensor, elsewhere: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The logits in :func:`loss_dtype`, -inf where they are padding, and which are of labels."""
+    """Return the logits in :func:`loss_dtype`, with padding at -inf, and a mask of the labels."""
     x = logits.to(loss_dtype(logits.dtype))
     at = torch.arange(x.shape[-1], device=x.device)
     if columns < x.shape[-1]:
@@ -170,7 +169,8 @@ def _read(logits: Tensor, column: Tensor, elsewhere: Tensor, columns: int) -> tu
 
 
 def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[LossKernel]]:
-    """On a GPU inductor's before torch's."""
+    """Return the kernels by preference: on a GPU inductor's, then torch's; on a CPU torch's
+    first."""
 
     def inductor() -> LossKernel:
         needs_inductor(device)

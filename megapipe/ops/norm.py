@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: torch's, apex's, Liger's."""
+"""LayerNorm and RMSNorm kernels: torch's, apex's, Liger's."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from megapipe.ops.probe import (
 )
 
 NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float, bool, bool], Tensor]
-"""(x [..., h], weight [h], bias [h] or none, eps, centred, offset) -> [..., h]; `centred` is
-LayerNorm, else RMSNorm, of which an `offset` weight is a difference from 1. Autograd computes the
-gradients, those of the weights included."""
+"""Function (x [..., h], weight [h], bias [h] or None, eps, centred, offset) -> [..., h]. `centred`:
+LayerNorm, else RMSNorm. `offset`: the RMSNorm weight is zero-centred, stored as a difference from
+1. Autograd computes all gradients, including those of the weights."""
 
 
 class _RMSNorm(Function):
-    """RMSNorm on the CPU, where torch has no kernel for it and keeps the normalised input too, and
-    with an offset weight, for which it has none in narrow types.
+    """RMSNorm for two cases: on the CPU, where torch has no kernel and saves the normalised input
+    too; and with zero-centred weights (`offset`), which torch does not support in bf16 and fp16.
 
-    Computed in fp32 (fp64 for fp64); what is kept is the input and a number per row.
+    The norm is computed in fp32 (fp64 for fp64), and saves the input and one factor per row.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _RMSNorm(Function):
         wide, g = (t.to(rstd.dtype) for t in (x, grad))
         w = _full(weight, rstd.dtype) if ctx.offset else weight.to(rstd.dtype)
         product = (g * wide).flatten(0, -2)  # [rows, h]
-        grad_weight = None  # of a frozen one
+        grad_weight = None  # frozen weight
         if ctx.needs_input_grad[1]:
             grad_weight = (rstd.flatten() @ product).to(weight.dtype)
         mean = (product @ w).view_as(rstd).div_(x.shape[-1])
@@ -58,7 +58,8 @@ class _RMSNorm(Function):
 
 
 def _full(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 + weight, in `dtype`: a narrow one would lose what the difference is kept for."""
+    """Return 1 + a zero-centred `weight` in `dtype`, fp32 or fp64: in bf16 or fp16 the sum would
+    lose precision."""
     return weight.to(dtype) + 1
 
 
@@ -78,7 +79,7 @@ def torch_norm(
 
 
 def apex_norm(extension: Any) -> NormKernel:
-    """apex's fused norms, `extension` being apex.normalization.fused_layer_norm."""
+    """Return apex's fused norms; `extension` is apex.normalization.fused_layer_norm."""
 
     def norm(
         x: Tensor,
@@ -97,7 +98,7 @@ def apex_norm(extension: Any) -> NormKernel:
 
 
 def liger_norm(layer_norm: Any, rms_norm: Any) -> NormKernel:
-    """Liger's Triton norms, given its two autograd functions."""
+    """Return Liger's Triton norms, given its two autograd functions."""
 
     def norm(
         x: Tensor,
@@ -109,7 +110,7 @@ def liger_norm(layer_norm: Any, rms_norm: Any) -> NormKernel:
     ) -> Tensor:
         if centred:
             return layer_norm.apply(x, weight, bias, eps)
-        # gemma: all of it in fp32, as torch; not in place: others may hold the gradient
+        # gemma: all in fp32, like torch; not in place: the gradient may be in use elsewhere
         return rms_norm.apply(x, weight, eps, float(offset), "gemma", False)
 
     return norm
@@ -126,7 +127,7 @@ def candidates(
     offset: bool = False,
     compiled: bool = False,
 ) -> list[Candidate[NormKernel]]:
-    """apex before Liger before torch, which alone can be part of a compiled block."""
+    """Return apex's, Liger's and torch's kernels; only torch's can be part of a compiled block."""
 
     def usable() -> None:
         needs_cuda(device)
@@ -138,7 +139,7 @@ def candidates(
     def apex() -> NormKernel:
         usable()
         if offset:
-            raise Unavailable("has no weight that is a difference from 1 (model.norm_offset)")
+            raise Unavailable("has no zero-centred weights (model.zero_centered_norm)")
         load_module("fused_layer_norm_cuda", "NVIDIA apex")
         return apex_norm(load_module("apex.normalization.fused_layer_norm", "NVIDIA apex"))
 

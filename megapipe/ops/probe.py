@@ -1,10 +1,10 @@
-"""How a kernel is chosen: what is present, what is usable, and what agrees with torch."""
+"""Selection of kernels: what is installed, what the run can use, and what agrees with torch."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megapipe.config.strict_yaml import text_of
 from megapipe.errors import ConfigError
 
 K = TypeVar("K")
 
 MARGIN = 4.0
-"""A kernel may be this many times as far from the exact result as torch's own."""
+"""Largest allowed ratio of a kernel's error to the error of torch's kernel."""
 
 
 _PLANNED: ContextVar[bool] = ContextVar("planned", default=False)
@@ -27,11 +28,11 @@ _PLANNED: ContextVar[bool] = ContextVar("planned", default=False)
 
 @contextmanager
 def planning() -> Iterator[None]:
-    """Choose kernels for a GPU that is not here: nothing is asked of it, and nothing is computed.
+    """Enter a context that chooses kernels for an absent GPU: nothing is queried or computed.
 
-    It is taken to have compute capability 8.0 or more, torch and Triton; every kernel of theirs
-    passes its check. What SDPA takes there follows from torch's rules. Kernels of other packages
-    are planned as torch's, which keep the same tensors.
+    The GPU is assumed to have compute capability 8.0 or more, and all kernels of torch and Triton
+    to pass their checks. SDPA's backend follows from torch's rules. Kernels of other packages are
+    planned as torch's, which save the same tensors.
     """
     token = _PLANNED.set(True)
     try:
@@ -41,32 +42,32 @@ def planning() -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Whether the GPU is not here (:func:`planning`)."""
+    """Whether kernels are chosen for a GPU that is not present (:func:`planning`)."""
     return _PLANNED.get()
 
 
 class Unavailable(Exception):
-    """A kernel is not there, cannot be used here, or does not compute what torch computes."""
+    """Error of a kernel that is not installed, cannot be used here, or disagrees with torch's."""
 
 
 class Mismatch(Unavailable):
-    """A kernel is there and wrong, which is worth a warning."""
+    """Error of an installed kernel that fails its self-check; the user is warned."""
 
 
 @dataclass(frozen=True)
 class Candidate(Generic[K]):
-    """A kernel by the name that the configuration gives it.
+    """A kernel that a run may use, and its name in the configuration.
 
-    `load` imports the kernel, or raises :class:`Unavailable` with the reason where it cannot be
-    used; `check` compares it with torch's, and raises :class:`Mismatch` where they disagree. It is
-    None for torch's usual kernels.
+    `load` imports the kernel, or raises :class:`Unavailable` with the reason if it cannot be used.
+    `check` compares it with torch's, and raises :class:`Mismatch` if they disagree; it is None for
+    torch's usual kernels.
     """
 
     name: str
     load: Callable[[], K]
     check: Callable[[K], None] | None = None
     package: str | None = None
-    """The distribution whose version is reported with the kernel."""
+    """Distribution whose version is reported with the kernel."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +86,45 @@ class KernelChoice(Generic[K]):
         return f"{self.purpose} {name}" + (f" ({self.why})" if self.why else "")
 
 
-def choose_kernel(purpose: str, wanted: str, candidates: Sequence[Candidate[K]]) -> KernelChoice[K]:
-    """The first usable candidate if `wanted` is auto, else the one of that name.
+def choose_kernel(
+    purpose: str,
+    wanted: str,
+    candidates: Sequence[Candidate[K]],
+    without: Collection[str] = (),
+) -> KernelChoice[K]:
+    """Return the candidate named `wanted`; if `wanted` is auto, the first usable candidate that is
+    not in `without`.
 
-    Raises :class:`ConfigError` where the wanted one cannot be used: nobody who asks for a kernel
-    by name wants another one instead.
+    Raises :class:`ConfigError` if a kernel that is asked for by name cannot be used; no other
+    kernel replaces it.
     """
     if is_planned():
         candidates = [candidate for candidate in candidates if candidate.package is None]
         wanted = wanted if any(candidate.name == wanted for candidate in candidates) else "auto"
+    if wanted in without:
+        raise ConfigError(
+            f"kernels.only.{purpose}={wanted} is excluded by "
+            f"kernels.without={text_of([*without])}: expected kernels.only.{purpose}=auto, or "
+            "kernels.without without it"
+        )
     if wanted != "auto":
         (candidate,) = (c for c in candidates if c.name == wanted)
         try:
             kernel = _usable(candidate)
         except Unavailable as reason:
-            raise ConfigError(f"kernels.{purpose}={wanted}: {reason}; expected auto") from None
+            raise ConfigError(f"kernels.only.{purpose}={wanted}: {reason}; expected auto") from None
         return KernelChoice(purpose, wanted, "as configured", kernel, _version(candidate.package))
     refused: dict[str, list[str]] = {}
     warnings: list[str] = []
     for candidate in candidates:
         try:
+            if candidate.name in without:
+                raise Unavailable("kernels.without")
             kernel = _usable(candidate)
         except Unavailable as reason:
             refused.setdefault(str(reason), []).append(candidate.name)
             if isinstance(reason, Mismatch):
-                warnings.append(f"kernels.{purpose}: {candidate.name} is not used: {reason}")
+                warnings.append(f"kernels.only.{purpose}: {candidate.name} is not used: {reason}")
             continue
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
         version = _version(candidate.package)
@@ -132,8 +147,8 @@ def _usable(candidate: Candidate[K]) -> K:
 def load_module(name: str, package: str) -> Any:
     """Import module `name`, which the distribution `package` installs.
 
-    An extension module is asked for by its own name: on PyPI `apex` is an unrelated package.
-    Raises :class:`Unavailable` with the reason if it is missing or does not load.
+    Callers name the extension module itself: on PyPI `apex` is an unrelated package. Raises
+    :class:`Unavailable` with the reason if the module is missing or does not load.
     """
     try:
         if importlib.util.find_spec(name) is None:
@@ -159,8 +174,8 @@ def first_line(error: BaseException) -> str:
 
 
 def in_preference(candidates: list[Candidate[K]], device: torch.device) -> list[Candidate[K]]:
-    """`candidates`, in order for a GPU, in order for `device`: on a CPU inductor's, which takes
-    long to compile, is there for those who ask for it by name."""
+    """Sort `candidates` by preference on `device`. They are given in the order for a GPU. On a CPU,
+    inductor's kernel comes last and so is used only if named, since it compiles slowly."""
     return sorted(candidates, key=lambda each: device.type == "cpu" and each.name == "inductor")
 
 
@@ -180,7 +195,7 @@ def needs_fp32(dtype: torch.dtype) -> None:
 
 
 def needs_no_graph(compiled: bool) -> None:
-    """Refuse a kernel that cannot be in a graph where the blocks that call it are `compiled`."""
+    """Raise :class:`Unavailable` if blocks are `compiled`, for kernels that cannot be compiled."""
     if compiled:
         raise Unavailable("cannot be part of a compiled block (kernels.compile)")
 
@@ -191,9 +206,10 @@ def agree(
     results: Callable[[K, torch.dtype], Sequence[Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Raise :class:`Mismatch` if `kernel` is over :data:`MARGIN` times as far from exact as torch.
+    """Check that a kernel agrees with torch's. Raises :class:`Mismatch` if its error is more than
+    :data:`MARGIN` times torch's error.
 
-    `results(kernel, dtype)` are outputs and gradients on the same small data in any precision.
+    `results(kernel, dtype)` returns outputs and gradients in a type, always on the same small data.
     `reference` is torch's kernel: in fp64 it gives the exact results, in `dtype` the usual error.
     """
     exact = results(reference, torch.float64)
@@ -215,7 +231,8 @@ def small_data(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Leaves of `dtype` with random values that `rounded` can hold, the same at every call."""
+    """Return leaf tensors of type `dtype`, with random values that the type `rounded` can hold. The
+    values are the same in each call."""
     generator = torch.Generator().manual_seed(20)
     drawn = [torch.randn(shape, generator=generator).to(rounded) for shape in shapes]
     return [x.to(device=device, dtype=dtype).requires_grad_() for x in drawn]

@@ -1,4 +1,4 @@
-"""The rotation of queries and keys by position (Su et al., 2104.09864): torch's, or inductor's."""
+"""Rotary position embedding of queries and keys (Su et al., 2104.09864): torch's, or inductor's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megapipe.ops.compiler import compile_elementwise, needs_inductor
 from megapipe.ops.probe import Candidate, agree, in_preference, needs_no_graph, small_data
 
 RotaryKernel = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(x [s, b, ..., d], cos and sin [s, 1, ..., d], sign) -> x, rotated in place by the angles times
-sign; the halves of d are the two coordinates."""
+"""Function (x [s, b, ..., d], cos and sin [s, 1, ..., d], sign) that rotates x in place by sign *
+angle. The two coordinates of a pair are in the two halves of d (rotate_half), not adjacent."""
 
 
 def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    y = x * cos  # elsewhere first: products of halves that lie apart are slower than the copy
+    y = x * cos  # into new memory first: products of halves that lie apart are slower than the copy
     (x1, x2), (y1, y2), (sin1, sin2) = (t.chunk(2, dim=-1) for t in (x, y, sin))
     y1.addcmul_(x2, sin1, value=-sign)
     y2.addcmul_(x1, sin2, value=sign)
@@ -24,8 +24,8 @@ def torch_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    """As a new tensor, for a compiler, which joins all of it; beyond the width of the tables
-    nothing turns."""
+    """Return x rotated, as a new tensor, in operations that a compiler fuses. Coordinates beyond
+    the width of the tables are not rotated."""
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((rotated(x[..., :width], cos, sin, sign), x[..., width:]), dim=-1)
@@ -41,7 +41,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 def candidates(
     *, device: torch.device, dtype: torch.dtype, compiled: bool = False
 ) -> list[Candidate[RotaryKernel]]:
-    """On a GPU inductor's before torch's; a compiled block has its own."""
+    """Return the kernels in order of preference: inductor's, then torch's; on a CPU torch's first.
+    Compiled blocks use torch's."""
 
     def inductor() -> RotaryKernel:
         needs_inductor(device)

@@ -1,4 +1,4 @@
-"""How the scores of attention are made of queries and keys. No torch."""
+"""How attention scores are computed from queries and keys. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from typing import NamedTuple
 
 
 class ScoreModifiers(NamedTuple):
-    """Changes of attention besides hiding later positions; without arguments none."""
+    """Options that change attention scores, besides the causal mask; none by default."""
 
     scale: float | None = None
     """Factor of the products of queries and keys; default: 1 / sqrt(d)."""
     softcap: float | None = None
-    """A score x becomes softcap * tanh(x / softcap) (Gemma 2, 2408.00118)."""
+    """Soft cap: a score x becomes softcap * tanh(x / softcap) (Gemma 2, 2408.00118)."""
     slopes: tuple[float, ...] | None = None
-    """Of each head here: what is taken from a score for each position that the key is before the
-    query (ALiBi, 2108.12409)."""
+    """ALiBi slopes of the local heads: a score is reduced by the slope times the distance of query
+    and key (2108.12409)."""
     window: int | None = None
-    """A position sees so many, the last of which is itself (Longformer, 2004.05150)."""
+    """Sliding window: positions that a position sees, itself included (Longformer, 2004.05150)."""
 
     @property
     def plain(self) -> bool:
-        """Whether they are products with a scale."""
+        """Whether scores are only products of queries and keys times a scale."""
         return self.softcap is None and self.slopes is None and self.window is None
 
     def of_heads(self, index: int, parts: int) -> ScoreModifiers:
-        """The same, of one of `parts` equal parts of the heads."""
+        """Return the modifiers for part `index` of `parts` equal parts of the heads."""
         if self.slopes is None:
             return self
         size = len(self.slopes) // parts
         return self._replace(slopes=self.slopes[index * size : (index + 1) * size])
 
     def among(self, length: int) -> ScoreModifiers:
-        """The same, of `length` keys, on which a window as long has no effect."""
+        """Drop the window if it covers all `length` keys; return the rest unchanged."""
         if self.window is None or self.window < length:
             return self
         return self._replace(window=None)
@@ -41,9 +41,9 @@ PLAIN = ScoreModifiers()
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Slopes of ALiBi (Press et al., 2108.12409): 2**(-8 i / n) of head i in 1 .. n.
+    """Return ALiBi's slopes (Press et al., 2108.12409): 2**(-8 i / n) for head i in 1 .. n.
 
-    n is a power of two; where `heads` is none, further heads have every other slope of 2n.
+    n is the largest power of two up to `heads`; further heads have every other slope for 2n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = [2.0 ** (-8 * i / n) for i in range(1, n + 1)]

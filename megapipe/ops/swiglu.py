@@ -1,4 +1,4 @@
-"""SwiGLU's gate: torch's kernels, or one of Liger's or of inductor's."""
+"""Gate of SwiGLU: torch's kernels, Liger's, or inductor's."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megapipe.ops.probe import (
 )
 
 SwigluKernel = Callable[[Tensor], Tensor]
-"""gate and up, [..., 2 f] -> silu(gate) * up, [..., f]."""
+"""Function that maps gate and up, [..., 2 f], to silu(gate) * up, [..., f]."""
 
 
 _silu, _silu_grad = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input
 
 
 class _Swiglu(Function):
-    """Saves gate and up alone; the backward computes silu(gate) again, in its result's memory."""
+    """SwiGLU that saves gate and up; the backward recomputes silu(gate) in its result's memory."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _Swiglu(Function):
 
 
 def _input_grad(both: Tensor, grad: Tensor, active: Tensor | None = None) -> Tensor:
-    """`active`: silu(gate), where it is known."""
+    """Return the gradient of gate and up; `active` is silu(gate), if known."""
     out = torch.empty_like(both)
     (gate, up), (grad_gate, grad_up) = (t.chunk(2, dim=-1) for t in (both, out))
     torch.mul(_silu(gate, out=grad_up) if active is None else active, grad, out=grad_up)
@@ -56,14 +56,14 @@ def _input_grad(both: Tensor, grad: Tensor, active: Tensor | None = None) -> Ten
 
 
 def torch_swiglu(both: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # a compiler sees for itself what to keep
+    if torch.compiler.is_compiling():  # the compiler decides what to save
         return _gate(both)
     return _Swiglu.apply(both)
 
 
 def torch_swiglu_and_back(both: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The same, and what makes of its gradient that of gate and up; in between silu(gate) is kept.
-    No graph is built."""
+    """Return SwiGLU, and a function from its gradient to the gradient of gate and up. The function
+    holds silu(gate); no graph is built."""
     gate, up = both.chunk(2, dim=-1)
     active = functional.silu(gate)
     return active * up, partial(_input_grad, both, active=active)
@@ -82,7 +82,7 @@ def _gate_grad(both: Tensor, grad: Tensor) -> Tensor:
 
 
 def inductor_swiglu() -> SwigluKernel:
-    """Forward and backward compiled, each a kernel; saves gate and up alone."""
+    """Return SwiGLU with a compiled forward and backward, one kernel each; saves gate and up."""
     forward, backward = _of_rows(_gate), _of_rows(_gate_grad)
 
     class Swiglu(Function):
@@ -99,7 +99,7 @@ def inductor_swiglu() -> SwigluKernel:
 
 
 def _of_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compiled for tensors [..., width]."""
+    """Compile `function` for tensors [..., width], with any number of rows."""
     compiled = compile_rows(function)
 
     def run(*args: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def _of_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def liger_swiglu(function: Any) -> SwigluKernel:
-    """Liger's autograd function. Its backward overwrites the tensors that it saved; they are copies
-    where inputs are not contiguous, as the two halves of one projection are not."""
+    """Wrap Liger's autograd function. Its backward overwrites the saved tensors. They are copies,
+    since the two halves of a projection are not contiguous."""
 
     def swiglu(both: Tensor) -> Tensor:
         return function.apply(*both.chunk(2, dim=-1))
@@ -124,7 +124,8 @@ def liger_swiglu(function: Any) -> SwigluKernel:
 def candidates(
     *, device: torch.device, dtype: torch.dtype, compiled: bool = False
 ) -> list[Candidate[SwigluKernel]]:
-    """On a GPU Liger before inductor before torch, which alone can be part of a compiled block."""
+    """Return the kernels in order of preference: Liger's, inductor's, torch's; on a CPU inductor's
+    last. Compiled blocks use torch's."""
 
     def liger() -> SwigluKernel:
         needs_cuda(device)

@@ -1,4 +1,4 @@
-"""From the host to the device."""
+"""Transfers from the host to the device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Tensors that travel as one begin at multiples of so many bytes, so that each can be seen as its
-own type."""
+"""Alignment in bytes of tensors that share a buffer, so that each can be viewed in its type."""
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` and what is left free up to the next tensor."""
+    """Round `nbytes` up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, which is in host memory, on `device`; a copy to a GPU is not waited for.
+    """Return host `tensor` on `device`; the host does not wait for a copy to a GPU.
 
     The copy is made from pinned memory, which torch does not reuse before the copy is done.
     """
@@ -28,10 +27,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Uploads:
-    """Copies of host tensors to a device, made on a stream of their own ahead of their use.
+    """Copies host tensors to a device on a stream of its own, ahead of their use.
 
-    They leave from the halves of pinned memory in turn, which grows to what is asked of it. Only
-    for a GPU are they ahead.
+    Copies alternate between two halves of pinned memory, which grows as needed. If the device is
+    not a GPU, a copy is made when the tensors are taken.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,21 +38,21 @@ class Uploads:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned = torch.empty(2, 0, dtype=torch.uint8)
         self._copied: list[torch.cuda.Event | None] = [None, None]
-        """The end of the last copy from each half."""
+        """For each half of the pinned memory, the end of the latest copy from it."""
         self._turn = 0
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to copy; the function that is returned gives the tensors on the device, for what is
-        then the current stream."""
+        """Start to copy. The returned function returns the tensors on the device, ready for the
+        stream that is current when the function is called."""
         if self._stream is None:
             return lambda: [tensor.to(self._device) for tensor in tensors]
-        places, stop = [], 0
+        byte_ranges, stop = [], 0
         for tensor in tensors:
-            places.append(slice(stop, stop + tensor.nbytes))
+            byte_ranges.append(slice(stop, stop + tensor.nbytes))
             stop += aligned(tensor.nbytes)
         host = self._free_half(stop)[:stop]
-        for place, tensor in zip(places, tensors, strict=True):
-            host[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for byte_range, tensor in zip(byte_ranges, tensors, strict=True):
+            host[byte_range].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         with torch.cuda.stream(self._stream):
             near = torch.empty_like(host, device=self._device)
             near.copy_(host, non_blocking=True)
@@ -66,15 +65,15 @@ class Uploads:
             current.wait_event(copied)
             near.record_stream(current)
             return [
-                near[place].view(tensor.dtype).view(tensor.shape)
-                for place, tensor in zip(places, tensors, strict=True)
+                near[byte_range].view(tensor.dtype).view(tensor.shape)
+                for byte_range, tensor in zip(byte_ranges, tensors, strict=True)
             ]
 
         return take
 
     def _free_half(self, nbytes: int) -> Tensor:
-        """The half whose turn it is, once the copy from it is over."""
-        if self._pinned.shape[1] < nbytes:  # torch keeps what is copied from until that is over
+        """Return the half of the pinned memory to use next, once the copy from it is complete."""
+        if self._pinned.shape[1] < nbytes:  # torch keeps the old memory until its copy is complete
             self._pinned = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
             self._copied = [None, None]
         copied = self._copied[self._turn]

@@ -19,14 +19,14 @@ from megapipe.ops.probe import (
 )
 
 AccumulateKernel = Callable[[Tensor, Tensor, Tensor], None]
-"""(main [out, in] in fp32 (fp64), left [n, out], right [n, in]): main += left^T @ right."""
+"""Function (main [out, in], fp32 or fp64; left [n, out]; right [n, in]): main += left^T @ right."""
 
 
 def torch_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
-    """One GEMM where the types are equal, else a product and a sum.
+    """Accumulate with one GEMM if the types are equal, else with a product and a sum.
 
-    The product has main's type on CUDA, and the factors' type elsewhere: only CUDA has GEMMs whose
-    result is wider than their factors.
+    On CUDA the product has the type of `main`. Elsewhere it has the factors' type: only CUDA has
+    GEMMs whose result is wider than their factors.
     """
     if left.dtype == main.dtype:
         main.addmm_(left.t(), right)
@@ -37,17 +37,17 @@ def torch_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def wide_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
-    """CUDA's GEMM of bf16 or fp16 factors with an fp32 result, and a sum."""
+    """Accumulate with a GEMM from bf16 or fp16 to fp32 (CUDA only), and an addition."""
     main.add_(torch.mm(left.t(), right, out_dtype=main.dtype))
 
 
 def fused_accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
-    """torch's GEMM of bf16 or fp16 factors that adds into an fp32 matrix."""
+    """Accumulate with one GEMM, which adds the product of bf16 or fp16 matrices to fp32 `main`."""
     torch.addmm(main, left.t(), right, out_dtype=main.dtype, out=main)
 
 
 def apex_accumulate(extension: Any) -> AccumulateKernel:
-    """apex's GEMM, `extension` being fused_weight_gradient_mlp_cuda."""
+    """Return apex's GEMM; `extension` is fused_weight_gradient_mlp_cuda."""
 
     def accumulate(main: Tensor, left: Tensor, right: Tensor) -> None:
         extension.wgrad_gemm_accum_fp32(right, left, main)
@@ -56,7 +56,7 @@ def apex_accumulate(extension: Any) -> AccumulateKernel:
 
 
 def candidates(*, device: torch.device, dtype: torch.dtype) -> list[Candidate[AccumulateKernel]]:
-    """Those that add within the GEMM first: apex's, then torch's."""
+    """Return apex's and torch's kernels that add within the GEMM, then torch's plain kernel."""
 
     def usable() -> None:
         needs_cuda(device)

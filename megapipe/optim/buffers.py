@@ -1,22 +1,23 @@
-"""Contiguous parameter and gradient buffers, one bucket per virtual stage or a few.
+"""Contiguous parameter and gradient buffers: one bucket per virtual stage, or several.
 
 A bucket holds a stage's parameters in the model dtype and their main gradients in fp32 (fp64 for
 fp64), each as one flat array, so that reducing, sharding and gathering are one call per bucket. A
-large stage has several, so that its last layers' gradients can leave while those of the first are
-being computed (Li et al., 2006.15704). Parameters are ordered by :class:`BucketSegment`: those that
-decay before those that do not, split ones before those that every tp rank holds; weight decay and
-the norm then act on a few ranges.
+large stage has several buckets, so that its last layers' gradients are reduced while its first
+layers' are computed (Li et al., 2006.15704). Parameters are ordered by :class:`BucketSegment`:
+decayed before others, split ones before those that every tp rank holds. So weight decay and the
+norm act on a few ranges.
 
-A stage that several pipeline ranks hold (bidirectional pipelines) has a bucket that they share:
-its shard group is dp x holders, so one owner updates a slice and all holders gather it, and the
-copies stay bitwise equal. So has a tied embedding, which the first and the last stage use; the two
-uses accumulate into gradients of their own and are added once. In a pipeline that never flushes
-each of the two has a bucket for it, and a link between them (:mod:`megapipe.optim.link`).
+If several pipeline ranks hold a stage (bidirectional pipelines), they share its bucket: the shard
+group is dp x holders, so that one owner updates a shard and all holders gather it, and all replicas
+stay bitwise equal. The first and the last stage share the bucket of a tied embedding in the same
+way; each use has its own gradient accumulator, and the accumulators are summed before the
+reduction. In a no-flush pipeline both stages have a bucket for the tied embedding, and a link
+connects the two buckets (:mod:`megapipe.optim.tied_embedding`).
 
-Frozen parameters are in buckets of their own, which have weights alone. So are those split over ep,
-whose gradients are summed over the tp ranks too: each has the rows of its own tokens.
+Frozen parameters have separate buckets, with weights only. Parameters split over ep have separate
+buckets too. Their gradients are summed over tp too, as each tp rank has other tokens.
 
-Which parameters a bucket has, and who shares it, is planned: :mod:`megapipe.layout.buckets`.
+:mod:`megapipe.layout.buckets` plans which parameters a bucket has, and which ranks share it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.layout.buckets import BucketPlan, aligned
 from megapipe.optim.groups import BucketGroups
-from megapipe.optim.link import TiedEmbeddingLink
+from megapipe.optim.tied_embedding import TiedEmbeddingLink
 
 
 class ModuleLike(Protocol):
-    """Modules with parameters: a model, or a stage of one."""
+    """A model or a stage: anything with modules that have parameters."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
 
 class Owned(NamedTuple):
-    """A parameter and where in a model it stands."""
+    """A parameter, the module that owns it, and its name in the module."""
 
     module: nn.Module
     name: str
     parameter: Parameter
 
     def replace(self, new: Parameter) -> None:
-        """Put `new`, which has the storage that this one lacks, in its place."""
+        """Replace the parameter in its module by `new`, whose memory is in a bucket."""
         cast(Any, new).spec = spec_of(self.parameter)
         self.module._parameters[self.name] = new
 
 
 def owned_parameters(module: ModuleLike) -> Iterator[Owned]:
-    """All parameters of a module, one by one also where two share a name."""
+    """Yield all parameters of a module; a tied embedding that is used twice is yielded twice."""
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
@@ -63,7 +64,7 @@ def owned_parameters(module: ModuleLike) -> Iterator[Owned]:
 
 
 class ParamRange(NamedTuple):
-    """A parameter's place [start, stop) in its bucket."""
+    """A parameter and its range [start, stop) in its bucket."""
 
     spec: LocalParameter
     start: int
@@ -71,7 +72,7 @@ class ParamRange(NamedTuple):
 
 
 class BucketParam(NamedTuple):
-    """A parameter of a module, its place in the bucket, and which of its gradients is its."""
+    """A parameter of a module, its range in the bucket, and the index of its gradient buffer."""
 
     parameter: Parameter
     entry: ParamRange
@@ -79,33 +80,35 @@ class BucketParam(NamedTuple):
 
 
 class BucketSegment(NamedTuple):
-    """A range [start, stop) of a bucket whose parameters share these properties."""
+    """A range [start, stop) of a bucket whose parameters agree in `decay` and `is_primary`."""
 
     start: int
     stop: int
     decay: bool
     is_primary: bool
-    """In the norm of all ranks, by this one."""
+    """Whether this rank counts the range in the global norm."""
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of main gradients, master weights and optimizer state."""
+    """Return the type of main gradients, masters and states for weights of type `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Bucket:
     """Flat weights and main gradients of all or some parameters of a stage, or of a tied embedding.
 
-    `index` is the stage number; the tied bucket's is the number of stages. `start` is where this
-    bucket would begin in one bucket of the whole stage. Gradients are summed over `shard` x
-    `replicate`; the members of `shard` own slices of equal length. Regions and slices are
-    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders;
-    `holders` counts those in this process, and the last of them completes the gradients.
+    `index` is the stage index, or the number of stages for the tied embedding. `start` is the
+    offset that the bucket would have in a single bucket of the stage. Gradients are summed over
+    `shard` x `replicate`; the ranks of `shard` own shards of equal length. Segments and shards are
+    :func:`aligned`, with zeros in between. A `shared` bucket has several stages or several holders.
+    `holders` is the number of pipeline ranks in this process that hold the stage; gradients are
+    complete when all of these have added theirs.
 
-    With `sharded_grads` the main gradients have memory between :meth:`alloc_grads` and
-    :meth:`free_grads` only; with `sharded_weights` so have the weights, likewise. The gradients of
-    a `late` one are reduced once, at the end of a step. Parameters of a `frozen` one have no
-    gradients. `link` leads to a bucket of another stage with the same parameters.
+    With `sharded_grads`, main gradients have memory only between :meth:`alloc_grads` and
+    :meth:`free_grads`; with `sharded_weights`, weights only between :meth:`alloc_weights` and
+    :meth:`free_weights`. With `late`, gradients are reduced once, at the end of a step. With
+    `frozen`, there are no gradients. `link` leads to another stage's bucket with the same
+    parameters.
     """
 
     def __init__(
@@ -137,19 +140,19 @@ class Bucket:
         self.frozen = frozen
         self.link = link
         self.over_ep = spec_of(parameters[0].parameter).over_ep
-        """Whether its parameters are split over ep; then all are."""
+        """Whether all parameters are split over ep; otherwise none of them is."""
         uses = sorted({spec_of(owned.parameter).use for owned in parameters})
         ordered = sorted(parameters, key=lambda owned: _segment_key(spec_of(owned.parameter)))
-        places: dict[str, ParamRange] = {}
+        ranges: dict[str, ParamRange] = {}
         stop, region = 0, None
         for owned in ordered:
             spec = spec_of(owned.parameter)
-            if spec.name not in places:
+            if spec.name not in ranges:
                 if region != _segment_key(spec):
                     region, stop = _segment_key(spec), aligned(stop)
-                places[spec.name] = ParamRange(spec, stop, stop + spec.numel)
+                ranges[spec.name] = ParamRange(spec, stop, stop + spec.numel)
                 stop += spec.numel
-        self.entries: list[ParamRange] = list(places.values())
+        self.entries: list[ParamRange] = list(ranges.values())
         owners = self.shard.size * self.replicate.size
         self.numel = aligned(stop, owners)
         dtype = ordered[0].parameter.dtype
@@ -159,11 +162,11 @@ class Bucket:
             for _ in (() if frozen else uses)
         ]
         self._early: dict[str, Tensor] = {}
-        """Gradients that autograd computes within ``I``, which may be before `alloc_grads`."""
+        """Buffers, by name, for gradients that autograd may compute before `alloc_grads`."""
         self.placed: list[BucketParam] = []
         for owned in ordered:
             spec = spec_of(owned.parameter)
-            entry = places[spec.name]
+            entry = ranges[spec.name]
             new = Parameter(self.view(self.weights, entry), requires_grad=not frozen)
             owned.replace(new)
             self.placed.append(BucketParam(new, entry, uses.index(spec.use)))
@@ -183,7 +186,7 @@ class Bucket:
         return flat[entry.start : entry.stop].view(entry.spec.sizes)
 
     def segments(self) -> Iterator[BucketSegment]:
-        """The ranges of equal properties, in order."""
+        """Yield the segments of the bucket, in order."""
         start = 0
         for i, entry in enumerate(self.entries):
             key = _segment_key(entry.spec)
@@ -193,12 +196,12 @@ class Bucket:
                 start = aligned(entry.stop)
 
     def sum_tied_grads(self) -> None:
-        """Add the gradients of all uses into the first; the order of uses is fixed."""
+        """Add the gradients of a tied embedding's later uses to those of the first use."""
         for other in self.grads[1:]:
             self.grads[0] += other
 
     def zero_grad(self) -> None:
-        """Begin a step. Gradients that are sharded get memory, and zeros, when they are opened."""
+        """Begin a step: zero all gradients; sharded ones are freed instead, until `alloc_grads`."""
         for grad in self._early.values():
             grad.zero_()
         if self.sharded_grads:
@@ -209,11 +212,11 @@ class Bucket:
 
     @property
     def early_grads(self) -> list[Tensor]:
-        """Gradients that are kept apart, as they may come before `grads` has memory."""
+        """Gradients with separate memory: they may be computed before `grads` has memory."""
         return list(self._early.values())
 
     def alloc_grads(self) -> None:
-        """Give sharded gradients memory, with zeros."""
+        """Allocate the memory of sharded gradients, and zero it."""
         _restore(self.grads[0])
         self.grads[0].zero_()
 
@@ -229,10 +232,10 @@ class Bucket:
         _release(self.grads[0])
 
     def alloc_weights(self) -> Tensor:
-        """Give sharded weights memory; returns a tensor through which it is to be filled.
+        """Allocate the memory of sharded weights, and return a tensor through which to fill it.
 
-        That tensor has the memory of the weights but not their version counter, so autograd sees no
-        change: the values that come back are those that it has seen before.
+        The returned tensor shares the memory of the weights but not their version counter. So
+        autograd sees no change: the weights get the values that they had before they were freed.
         """
         _restore(self.weights)
         return self.weights.data
@@ -242,7 +245,7 @@ class Bucket:
 
 
 def _release(flat: Tensor) -> None:
-    """Free the memory; views stay valid, and have memory again after :func:`_restore`."""
+    """Free the memory of `flat`; views stay valid, and have memory again after :func:`_restore`."""
     flat.untyped_storage().resize_(0)
 
 
@@ -251,15 +254,15 @@ def _restore(flat: Tensor) -> None:
 
 
 def _segment_key(spec: LocalParameter) -> tuple[bool, bool]:
-    """By which segments come in order, the same on every tp rank."""
+    """Return the sort key of a parameter's segment, equal on every tp rank."""
     return not spec.decay, not spec.split
 
 
 def make_buckets(
     plans: Iterable[BucketPlan], modules: Mapping[int, ModuleLike], mesh: ParallelMesh
 ) -> list[Bucket]:
-    """Make the buckets of this process' stages by their `plans`, in that order; they give the
-    parameters their storage. Parameters of a bucket are in the order of the modules."""
+    """Make this process's buckets, one per plan, in the order of `plans`. Each bucket holds the
+    memory of its parameters, which keep the order of `modules` within a segment."""
     plans = list(plans)
     numbers = {spec.name: n for n, plan in enumerate(plans) for spec in plan.parameters}
     owned: list[list[Owned]] = [[] for _ in plans]

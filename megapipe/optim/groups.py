@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layout.buckets import BucketGroup
-from megapipe.optim.link import TiedEmbeddingLink
+from megapipe.optim.tied_embedding import TiedEmbeddingLink
 
 
 class BucketGroups:
-    """The process groups of a process' buckets, made once for each set of ranks."""
+    """The process groups of this process's buckets, made once for each set of ranks."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
@@ -17,9 +17,9 @@ class BucketGroups:
             self._made[mesh.dp.ranks] = mesh.dp
 
     def axis(self, group: BucketGroup) -> Axis:
-        """Return the axis of a `group` that this process is in, made at its first use.
+        """Return the axis of this process in `group`; the first call makes it.
 
-        All processes that share a bucket ask in the same order.
+        All processes that share a bucket make their calls in the same order.
         """
         ranks = self._ranks(group)
         if len(ranks) == 1:
@@ -29,8 +29,9 @@ class BucketGroups:
         return self._made[ranks]
 
     def link(self, first: int, last: int) -> TiedEmbeddingLink:
-        """Make the link between this rank and its counterpart, which differs in the pipeline index
-        alone. The one at `first` updates."""
+        """Make the link of a tied embedding between the pipeline ranks `first` and `last`. This
+        process is one of them; the other has equal coordinates on all other axes. The rank `first`
+        updates the embedding."""
         grid, at = self.mesh.grid, self.mesh.at
         ranks = sorted(grid.rank_of(at._replace(pp=index)) for index in (first, last))
         gradients, weights = (self.mesh.group_of(ranks, ctas=1) for _ in range(2))
@@ -41,7 +42,7 @@ class BucketGroups:
         return link
 
     def _ranks(self, group: BucketGroup) -> tuple[int, ...]:
-        """List the members of a group, ascending."""
+        """Return the ranks of a group, ascending."""
         grid, rank, over_ep = self.mesh.grid, self.mesh.rank, group.over_ep
         own = grid.replica_index(rank, over_ep=over_ep)
         first = own - own // group.stride % group.copies * group.stride

@@ -1,21 +1,21 @@
-"""Learning rate as a function of the step."""
+"""The learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
 
 from megapipe.config.config import OptimizerConfig
-from megapipe.layout.lr_plan import UserLRSchedule
+from megapipe.layout.user_lr_schedule import UserLRSchedule
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
+    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps`.
 
-    A schedule of the user's may raise :class:`~megapipe.errors.ConfigError`. In the others linear
-    warm-up reaches the peak after its last step, and the decay ends at `min_lr` with the last step
-    of the run. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
+    A user-defined schedule may raise :class:`~megapipe.errors.ConfigError`. In all other schedules,
+    warm-up is linear, and the step after it has the peak. Decay ends at `min_lr`, by default in the
+    run's last step. wsd (Hu et al., 2404.06395) holds the peak in between and decays linearly.
     """
-    if config.own_schedule:
+    if config.is_user_schedule:
         return UserLRSchedule(config, steps).rate(step)
     warmup = config.warmup(steps)
     if step < warmup:

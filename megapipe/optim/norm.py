@@ -1,4 +1,4 @@
-"""Norms of gradients, which are added up in fp64, and whether values are finite."""
+"""Norms of gradients, summed in fp64, and checks for finite values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megapipe.util.finite import all_finite
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Sum of the squares of flat `values` [n], in fp64.
+    """Return the sum of the squares of flat `values` [n], in fp64.
 
-    They pass through an fp64 copy of a block: on the CPU one that stays in the cache, on a GPU one
-    of 128 MiB at most. Its address is aligned, so that equal values have equal sums wherever they
-    are: BLAS adds up an array that is not aligned in another order.
+    Blocks of values are copied to an fp64 buffer: on the CPU one that fits the cache, on a GPU one
+    of at most 128 MiB. The buffer is aligned, so that equal values have equal sums whatever their
+    address: BLAS sums an unaligned array in another order.
     """
     length = 1 << 16 if values.device.type == "cpu" else 1 << 24
     if len(values) <= length:
@@ -32,7 +32,7 @@ def squared_norm(values: Tensor) -> Tensor:
 
 
 def zero_if_finite(values: Sequence[Tensor]) -> Tensor | float:
-    """0 where all values are finite, else NaN: added to a sum, it makes this NaN. fp64 [].
+    """Return a summand of a total, float or fp64 []: 0 if all values are finite, else NaN.
 
     The host does not wait for a GPU.
     """

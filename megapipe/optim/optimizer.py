@@ -1,8 +1,8 @@
 """The optimizer of one process: reduces, clips and applies the gradients of its buckets.
 
-The pipeline's programs say when a stage's gradients are sent off and when its weights are needed
-(:mod:`megapipe.schedule.data_parallel`). :mod:`megapipe.optim.shard` says what a bucket then does,
-:mod:`megapipe.optim.rules` how a slice is updated.
+The programs of the pipeline ranks decide when a stage's gradients are reduced and when its weights
+are needed (:mod:`megapipe.schedule.data_parallel`). :mod:`megapipe.optim.shard` implements
+reduction and all-gather of a bucket, :mod:`megapipe.optim.rules` the update of a shard.
 """
 
 from __future__ import annotations
@@ -23,38 +23,40 @@ from megapipe.distributed.mesh import Axis, ParallelMesh
 from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.weight_replicas import WeightReplicas
 from megapipe.ops.adam import AdamKernel, torch_adam
+from megapipe.optim.bucket_launch import BucketLauncher
 from megapipe.optim.buffers import Bucket, ParamRange
-from megapipe.optim.departure import BucketLauncher
-from megapipe.optim.filling import Fill, fill_parameters
-from megapipe.optim.look_ahead import predict
 from megapipe.optim.reduction import REDUCE_DTYPES
 from megapipe.optim.rules import build_rule
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import MASTER, StatePolicy
 from megapipe.optim.velocity import followed
+from megapipe.optim.weight_loading import Fill, fill_parameters
+from megapipe.optim.weight_prediction import predict
+from megapipe.text import ranges
 from megapipe.util.finite import all_finite
-from megapipe.words import ranges
 
 
 class OwnSlice(NamedTuple):
-    """The range of a parameter that this rank owns: flat [start, stop) of its local region."""
+    """A range that this rank writes to checkpoints: flat [start, stop) of a parameter's local
+    region."""
 
     spec: LocalParameter
     start: int
     stop: int
     values: dict[str, Tensor]
-    """"model" (the master weights), the states ("optimizer.exp_avg", ...) and older versions of the
-    weights that are still read ("stash.1", ...), flat; of what is frozen the weights alone."""
+    """Flat values by name: "model" (master weights), states ("optimizer.exp_avg", ...), and older
+    weight versions still read ("stash.1", ...); frozen parameters have only "model"."""
 
 
 class Optimizer:
-    """Updates the weights of `buckets`, which are of the stages 0 .. `stages` - 1 and the tied one.
+    """Updates the weights in `buckets` of stages 0 .. `stages` - 1 and of the tied embedding.
 
-    The order of use in a step: :meth:`zero_grad`, the backward passes, during which the executor
-    calls what :class:`~megapipe.engine.executor.DataParallelHooks` lists, :meth:`finish_reduce`,
-    :meth:`update`. State is kept as `states` says; `kernel` does the steps of
-    Adam. `velocity` has the decay of the velocity of weights, by stage, where one is kept.
-    `replicas` are those of weights, by stage, in the order of layers.
+    The order of calls in a step: :meth:`zero_grad`; the backward passes, in which the executor
+    calls the methods of :class:`~megapipe.engine.executor.DataParallelHooks`;
+    :meth:`finish_reduce`; :meth:`update`. `states` is the storage policy of optimizer states;
+    `kernel` computes Adam steps. Three arguments are by stage: `velocity` is the decay of the
+    weights' velocity, `staleness` the mean staleness, and `replicas` the expert replicas in the
+    order of layers.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class Optimizer:
         self._staleness = staleness or {}
         self._velocity = velocity or {}
         self.replicas = dict(sorted((replicas or {}).items()))
-        """By stage the replicas of weights of its layers."""
+        """Expert replicas of each stage's layers, by stage."""
         self.mesh = mesh
         self.stages = stages
         self.rule = build_rule(config, kernel)
         self.count = 0
-        """Steps that the states have seen."""
+        """Number of updates that the optimizer states have seen."""
         self.lr = 0.0
-        """Learning rate of the last of them."""
+        """Learning rate of the newest update."""
         self._kept = 0
         narrow = REDUCE_DTYPES[config.reduce_dtype]
         self.shards = [
@@ -101,15 +103,15 @@ class Optimizer:
             for bucket in buckets
             if bucket.frozen
         ]
-        """Of weights that stay as they are: their own masters, with no gradients and no states."""
+        """Shards of frozen weights. They have no gradients, states or separate masters."""
         self._own: dict[int, BucketLauncher] = defaultdict(BucketLauncher)
-        """Shards whose gradients are complete with one stage's; last, the tied one."""
+        """Launcher of each stage's bucket reductions; key `stages` is for the tied embedding."""
         self._through: Counter[int] = Counter()
-        """How often pipeline ranks of this process have completed a stage's gradients."""
+        """Number of times that local pipeline ranks have completed each stage's gradients."""
         self._of_stage: dict[int, list[Shard]] = defaultdict(list)
-        """Shards of all weights that a stage computes with, tied ones included."""
+        """Shards of all weights that a stage computes with, tied ones included, by stage."""
         self._reducing: list[int] = []
-        """Stages with sharded gradients whose reduction is under way, the oldest first."""
+        """Stages with sharded gradients whose reduction is in flight, the oldest first."""
         for shard in (*self.shards, *self.frozen):
             index = shard.bucket.index
             users = [index] if index < stages else [0, stages - 1]
@@ -119,13 +121,13 @@ class Optimizer:
                 self._own[index].add(shard)
 
     def _parts_of(self, bucket: Bucket) -> Axis:
-        """The ranks with other parts of a bucket's tensors, for rules that take these as wholes."""
+        """Return the axis of the ranks whose parts the update rule may join to whole tensors."""
         if not bucket.over_ep:
             return self.mesh.tp
         return Axis.alone(self.mesh.rank) if self.rule.declaration.elementwise else self.mesh.etp
 
     def zero_grad(self) -> None:
-        """Begin a step with zero gradients; reductions that an aborted step left are dropped."""
+        """Begin a step with zero gradients; drop reductions left over from an aborted step."""
         self._reducing.clear()
         self._through.clear()
         for own in self._own.values():
@@ -136,12 +138,12 @@ class Optimizer:
             replicas.zero_grad()
 
     def _all_replicas(self) -> Iterator[WeightReplicas]:
-        """Yield them by stage and layer, the same on all ranks that share them."""
+        """Yield all expert replicas by stage and layer, an order equal on all ranks."""
         return chain.from_iterable(self.replicas.values())
 
     def alloc_grads(self, stage: int) -> None:
         own = self._sharded(stage)
-        # with those being added to, two stages at most have memory for gradients
+        # with the stage being added to, at most two stages have memory for gradients
         while own and (len(self._reducing) > 1 or stage in self._reducing):
             for shard in self._sharded(self._reducing.pop(0)):
                 shard.finish_reduce()
@@ -149,7 +151,7 @@ class Optimizer:
             shard.bucket.alloc_grads()
 
     def _sharded(self, stage: int) -> list[Shard]:
-        """The shards of a stage whose gradients are sharded (ZeRO-2, 3)."""
+        """Return the shards of a stage whose gradients are sharded (ZeRO-2, 3)."""
         return [shard for shard in self._own[stage].shards if shard.bucket.sharded_grads]
 
     def gradient_ready(
@@ -182,8 +184,8 @@ class Optimizer:
             replicas.start_broadcast()
 
     def broadcast_expert_replicas(self) -> None:
-        """After an update, send the weights that have replicas, if these have changed. All ranks
-        call it. What owners have to gather first leaves in :meth:`wait_weights`."""
+        """Start sending changed expert weights to their replicas after an update. Collective.
+        Weights that owners must all-gather first are sent in :meth:`wait_weights`."""
         for stage, of_stage in self.replicas.items():
             owners = (s.axis for s in self._of_stage[stage] if s.bucket.over_ep)
             if all(axis.size == 1 for axis in owners):
@@ -195,12 +197,13 @@ class Optimizer:
             shard.reshard()
 
     def finish_reduce(self, loss_scale: float = 1.0) -> Tensor:
-        """Complete the sum of the step's gradients over the replicas, and divide by `loss_scale`.
+        """Complete the sum of the step's gradients over the replicas; divide by `loss_scale`.
 
-        Returns fp64 [stages + 1]: squared norms of the gradients that this rank owns, of each stage
-        and of the tied bucket. Added up over all ranks they are those of the whole model.
+        Returns fp64 [stages + 1], one value per stage and one for the tied embedding: the squared
+        norm of the gradients that this rank counts. Summed over all ranks, the values are the
+        squared norms of the whole model.
         """
-        self._bring_home()
+        self._return_replica_grads()
         for shard in self.shards:
             if shard.bucket.index == self.stages or shard.bucket.late:
                 shard.start_reduce()
@@ -215,8 +218,8 @@ class Optimizer:
             squares[shard.bucket.index] += shard.own_square()
         return squares
 
-    def _bring_home(self) -> None:
-        """Add the gradients of replicas to those of the ranks that own the weights."""
+    def _return_replica_grads(self) -> None:
+        """Add the gradients of expert replicas to the gradients on the owners' ranks."""
         coming = [(each, each.start_grad_return()) for each in self._all_replicas()]
         for each, begun in coming:
             if begun is not None:
@@ -225,13 +228,13 @@ class Optimizer:
                 each.add_returned_grads(received)
 
     def reduce_stage(self, stage: int) -> None:
-        """Send off the gradients of a stage, or of the tied embedding, which are complete."""
+        """Start reducing the complete gradients of a stage, or of the tied embedding."""
         self._own[stage].launch_remaining()
 
     def finish_stage(self, stage: int) -> Tensor:
-        """Complete the sum over the replicas of the gradients of a stage, or of the tied embedding.
+        """Complete the reduction of the gradients of a stage, or of the tied embedding.
 
-        Returns fp64 [1]: squared norm of the gradients of it that this rank owns.
+        Returns fp64 [1]: the squared norm of the gradients that this rank counts.
         """
         square = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         for shard in self._own[stage].shards:
@@ -240,19 +243,19 @@ class Optimizer:
         return square
 
     def update(self, lr: float, factor: float = 1.0) -> None:
-        """Take one step with learning rate `lr` by the gradients times `factor`."""
+        """Update all weights with learning rate `lr`. `factor` (clipping) scales the gradients."""
         self._step(self.shards, lr, factor, self.count)
         self.count += 1
         self.lr = lr
-        self._publish_ahead()
+        self._predict_and_gather()
 
     def update_stage(self, stage: int, lr: float, factor: float, count: int) -> None:
-        """Take the step after `count` earlier ones of one stage alone, or of the tied embedding,
-        whose number is that of stages, and begin to gather its weights."""
+        """Update one stage, or the tied embedding (`stage` is the number of stages), after `count`
+        earlier updates, and start the all-gather of its weights."""
         own = self._own[stage].shards
         self._step(own, lr, factor, count)
         for shard in own:
-            if self.config.look_ahead:
+            if self.config.weight_prediction:
                 distance = self._look_ahead(shard) * lr
                 predict(self.rule, shard, distance, count + 1, shard.weights)
             shard.start_gather_after_update()
@@ -270,54 +273,55 @@ class Optimizer:
             self.rule.step(own, lr, count)
 
     def shards_of(self, stage: int) -> Sequence[Shard]:
-        """Shards of all weights that a stage computes with, tied ones included."""
+        """Return the shards of all weights that a stage computes with, tied ones included."""
         return self._of_stage[stage]
 
     def _look_ahead(self, shard: Shard) -> float:
-        """By how many updates weights are ahead of their masters."""
-        steps = self.config.look_ahead
+        """Return the number of updates by which a shard's weights are predicted ahead of its
+        masters."""
+        steps = self.config.weight_prediction
         return self._staleness[shard.bucket.index] if steps == "staleness" else steps
 
-    def _publish_ahead(self, times: int = 1) -> None:
-        """Begin to gather the weights that look ahead of the masters, or with 0 `times` these."""
-        if self.config.look_ahead:
+    def _predict_and_gather(self, times: int = 1) -> None:
+        """Predict weights, if configured, `times` the usual distance ahead; start all-gathers."""
+        if self.config.weight_prediction:
             for shard in self.shards:
                 shard.await_readers()
                 distance = times * self._look_ahead(shard) * self.lr
                 predict(self.rule, shard, distance, self.count, shard.weights)
         for shard in self.shards_by_first_use():
             shard.start_gather_after_update()
-        self._copies_are_old()
+        self._mark_replicas_stale()
 
-    def _copies_are_old(self) -> None:
-        """Weights have changed, and their replicas have not."""
+    def _mark_replicas_stale(self) -> None:
+        """Mark all expert replicas as stale: their weights have not received the last update."""
         for replicas in self._all_replicas():
             replicas.mark_stale()
 
     @contextmanager
     def use_master_weights(self) -> Iterator[None]:
-        """A context in which the model computes with the masters, whatever ``look_ahead`` is.
+        """Enter a context in which the model computes with masters, not with predicted weights.
 
-        All ranks enter and leave it, between steps.
+        All ranks enter and leave the context between steps.
         """
-        if self.config.look_ahead:
-            self._publish_ahead(0)
+        if self.config.weight_prediction:
+            self._predict_and_gather(0)
             self.await_all_weights()
         yield
-        if self.config.look_ahead:
-            self._publish_ahead()
+        if self.config.weight_prediction:
+            self._predict_and_gather()
             self.await_all_weights()
 
     def states_finite(self) -> Tensor:
-        """0, fp64 [1], where the last update left finite masters and states here, else NaN."""
+        """Return fp64 [1]: 0 if the last update left finite local masters and states, else NaN."""
         finite = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         for shard in self.shards:
             finite += shard.store.finite
         return finite
 
     def where_not_finite(self, *, states: bool = False) -> str | None:
-        """Where reduced gradients, or masters and states, are not finite: how many tensors, the
-        first of them, and the ranks that have them; None: nowhere. All ranks call it."""
+        """Describe where reduced gradients (or, with `states`, masters and states) are not finite:
+        number of tensors, the first tensor, and ranks. None if all are finite. Collective."""
         own = self._states_not_finite() if states else self._gradients_not_finite()
         names = list(dict.fromkeys(own))
         counts = self.mesh.gather_numbers(torch.tensor([len(names)])).flatten().tolist()
@@ -326,7 +330,7 @@ class Optimizer:
         if sum(counts) <= 1:
             return f"{first} on rank {ranks[0]}" if ranks else None
         on = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-        return f"{sum(counts):,} tensors on {on}, {first} the first"
+        return f"{sum(counts):,} tensors on {on}, the first is {first}"
 
     def _gradients_not_finite(self) -> Iterator[str]:
         for shard, entry in self._with_states():
@@ -341,15 +345,15 @@ class Optimizer:
                     yield entry.spec.name if name == MASTER else f"{name} of {entry.spec.name}"
 
     def snapshot(self) -> None:
-        """Remember weights and states, for :meth:`restore`."""
+        """Save weights and states for :meth:`restore`."""
         self._kept = self.count
         for shard in self.shards:
             shard.store.snapshot()
 
     def restore(self) -> None:
-        """Put weights and states back to what :meth:`snapshot` saw, bitwise; gradients stay.
+        """Restore weights and states to what :meth:`snapshot` saved, bitwise; gradients stay.
 
-        All ranks call it, also those that have made no update since.
+        All ranks call it, even ranks that have made no update since the snapshot.
         """
         self.count = self._kept
         for shard in self.shards:
@@ -357,21 +361,21 @@ class Optimizer:
             shard.store.restore()
         for shard in self.shards_by_first_use():
             shard.start_gather_after_update()
-        self._copies_are_old()
+        self._mark_replicas_stale()
 
     def gather_shared_weights(self) -> None:
-        """Take part in the gathers of buckets that other pipeline ranks may have updated."""
+        """Take part in the all-gathers of buckets that other pipeline ranks may have updated."""
         for shard in self.shards_by_first_use():
             if shard.bucket.shared:
                 shard.start_gather_after_update()
 
     def shards_by_first_use(self) -> list[Shard]:
-        """Shards in the order in which a step first uses them, the same on all ranks that share
-        one: by stage, the tied embedding beside the first stage."""
+        """Return the shards in the order of their first use in a step: by stage, the tied embedding
+        with the first stage. The order is equal on all ranks that share a bucket."""
         return sorted(self.shards, key=lambda shard: shard.bucket.index % self.stages)
 
     def await_all_weights(self) -> None:
-        """Wait until the weights of the last update are gathered, and replicas have them."""
+        """Wait until the last update's weights are all-gathered and sent to expert replicas."""
         for shard in self.shards:
             shard.await_weights()
         for replicas in self._all_replicas():
@@ -379,15 +383,15 @@ class Optimizer:
 
     @torch.no_grad()
     def set_weights(self, fill: Fill, *, threads: int = 0) -> None:
-        """Set every local weight: `fill(spec, out)` writes a region of a global tensor, in threads
-        if `threads` is not 0; see :func:`~megapipe.optim.filling.fill_parameters`.
+        """Set all local weights to the values that `fill(spec, out)` writes for each parameter.
 
+        :func:`~megapipe.optim.weight_loading.fill_parameters` explains `fill` and `threads`.
         Masters get the values in full precision, weights in the model dtype.
         """
-        places = ((*each, each[0].weights_in_place(each[1])) for each in self._with_weights())
-        for shard, entry, values in fill_parameters(places, fill, threads):
+        targets = ((*each, each[0].weights_in_place(each[1])) for each in self._with_weights())
+        for shard, entry, values in fill_parameters(targets, fill, threads):
             shard.set_weights(entry, values)
-        self._copies_are_old()
+        self._mark_replicas_stale()
 
     def set_states(
         self,
@@ -397,26 +401,26 @@ class Optimizer:
         lr: float = 0.0,
         threads: int = 0,
     ) -> None:
-        """Set the states after `steps`, the last one with learning rate `lr`, when the weights are
-        set: `fill(name, spec, out)` writes one region, as in :meth:`set_weights`. All ranks call
-        it: weights that are ahead of the masters are gathered."""
+        """Set the states to those after `steps` updates, the last one with learning rate `lr`.
+        Weights must be set before. `fill(name, spec, out)` writes a state of one parameter, as in
+        :meth:`set_weights`. Collective: predicted weights are all-gathered."""
         self.count = steps
         self.lr = lr
         for shard in self.shards:
-            shard.store.finite = 0.0  # what is loaded has been looked at
+            shard.store.finite = 0.0  # loaded values have been checked
         for name in self._states():
             fill_state = functools.partial(fill, name)
-            held = self._with_state(name)
-            places = ((*each, each[0].state_in_place(name, each[1])) for each in held)
-            for shard, entry, values in fill_parameters(places, fill_state, threads):
+            with_state = self._with_state(name)
+            targets = ((*each, each[0].state_in_place(name, each[1])) for each in with_state)
+            for shard, entry, values in fill_parameters(targets, fill_state, threads):
                 shard.set_state(name, entry, values)
-        if self.config.look_ahead:
-            self._publish_ahead()
+        if self.config.weight_prediction:
+            self._predict_and_gather()
             self.await_all_weights()
 
     def loaded(self) -> Iterator[tuple[str, LocalParameter]]:
-        """Names of what :meth:`set_weights` and :meth:`set_states` ask for: "model" or
-        "optimizer.STATE", and the parameter."""
+        """Yield name and parameter of all values that :meth:`set_weights` and :meth:`set_states`
+        load. A name is "model" or "optimizer.STATE"."""
         for _, entry in self._with_weights():
             yield "model", entry.spec
         for name in self._states():
@@ -424,30 +428,30 @@ class Optimizer:
                 yield f"optimizer.{name}", entry.spec
 
     def _with_weights(self) -> Iterator[tuple[Shard, ParamRange]]:
-        """Every parameter."""
+        """Yield every parameter of this rank with its shard, frozen parameters included."""
         for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
                 yield shard, entry
 
     def _states(self) -> list[str]:
-        """Names of all states that some shard here has."""
+        """Return the names of all states that some local shard has."""
         return [*dict.fromkeys(name for shard in self.shards for name in shard.store.states)]
 
     def _with_state(self, name: str) -> Iterator[tuple[Shard, ParamRange]]:
-        """Parameters of which this rank has a state, or masters."""
+        """Yield the shards that have state `name`, with the parameters that overlap them."""
         for shard, entry in self._with_states():
             if name in (MASTER, *shard.store.states):
                 yield shard, entry
 
     def _with_states(self) -> Iterator[tuple[Shard, ParamRange]]:
-        """Parameters of which this rank has states."""
+        """Yield the parameters that overlap this rank's shards, with their shards."""
         for shard in self.shards:
             for entry in shard.bucket.entries:
                 if entry.start < shard.stop and shard.start < entry.stop:
                     yield shard, entry
 
     def own_slices(self) -> Iterator[OwnSlice]:
-        """The parts of its shards that this rank counts in the norm and writes to checkpoints."""
+        """Yield the values that this rank counts in the norm and writes to checkpoints."""
         for shard in (*self.shards, *self.frozen):
             for entry in shard.bucket.entries:
                 if not entry.spec.is_primary:

@@ -1,4 +1,4 @@
-"""Gradients on their way from every replica to the owners of their slices."""
+"""Reduction of gradients from all replicas to the owners of their shards."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from megapipe.distributed.collectives import (
 from megapipe.distributed.mesh import Axis
 
 REDUCE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
-"""Types in which gradients travel, by ``optimizer.reduce_dtype``; None: that of the main ones."""
+"""Types in which gradients are sent, by ``optimizer.reduce_dtype``; None: as accumulated."""
 
 
 class Reduction:
-    """The sum of a flat array over shard x replicate, of which this rank gets its slice.
+    """Sum of a flat array over the axes `shard` and `replicate`; each rank receives one shard.
 
-    Values are summed within the shard group, then slices between groups: the constructor begins
-    the first sum that there is, :meth:`advance` the second; neither holds up the computation. With
-    `dtype` values travel in that type and are added up in their own: an all-to-all brings each
-    owner its slice's values, which it adds in rank order. `grads` must stay untouched until
-    :meth:`wait` returns.
+    Values are summed within the shard group, then shards between groups. The constructor starts the
+    first sum, :meth:`advance` the second; neither blocks the computation. With `dtype`, values are
+    sent in that type but summed in the type of `grads`: an all-to-all sends each owner its shard,
+    and the owner adds in rank order. `grads` must not change until :meth:`wait` returns.
     """
 
     def __init__(
@@ -36,29 +35,30 @@ class Reduction:
         self._replicate = replicate
         self._values = grads
         self._narrow = dtype if dtype != grads.dtype else None
-        self._hops = [axis for axis in (shard, replicate) if axis.group is not None]
-        """The axes still to be summed over; the sum over the first one has begun."""
+        self._axes = [axis for axis in (shard, replicate) if axis.group is not None]
+        """Axes still to be summed over; the sum over the first one has started."""
         self._arriving = grads
         self._wait: Wait = done
         self._begin()
 
     def advance(self) -> None:
-        """Where there are two sums, wait for that within the shard group and begin the other."""
-        if len(self._hops) > 1:
+        """Wait for the sum within the shard group, and start the sum between groups. Do nothing if
+        the reduction has only one sum, or if the second sum has started."""
+        if len(self._axes) > 1:
             self._complete()
             self._begin()
 
     def wait(self) -> Tensor:
-        """The summed slice, once it is complete: [n / shard.size]."""
-        while self._hops:
+        """Wait for the summed shard and return it: [n / shard.size]."""
+        while self._axes:
             self._complete()
             self._begin()
         return self._values
 
     def _begin(self) -> None:
-        if not self._hops:
+        if not self._axes:
             return
-        axis = self._hops[0]
+        axis = self._axes[0]
         if self._narrow is not None:
             self._arriving, self._wait = start_all_to_all(self._values.to(self._narrow), axis)
         elif axis is self._shard:
@@ -68,7 +68,7 @@ class Reduction:
             self._wait = start_all_reduce(self._values, axis, in_order=True)
 
     def _complete(self) -> None:
-        axis, dtype = self._hops.pop(0), self._values.dtype
+        axis, dtype = self._axes.pop(0), self._values.dtype
         self._wait()
         if self._narrow is None:
             self._values = self._arriving
@@ -79,7 +79,8 @@ class Reduction:
 
 
 def _add_up(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
-    """Add what the members sent, one after the other, in `dtype`: [size * n] -> [n]."""
+    """Add the values received from all ranks of `axis`, in their order: [size * n] -> [n]. `dtype`:
+    the number type of the sum."""
     first, *others = received.chunk(axis.size)
     total = first.to(dtype)
     for other in others:

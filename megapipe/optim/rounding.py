@@ -1,9 +1,9 @@
-"""fp32 to bf16, to the nearest value or at random in proportion to the distance.
+"""Rounding of fp32 to bf16, to nearest or stochastically.
 
-A state that changes by less than half of bf16's spacing (2^-9 of its value) stays where it is when
-it is rounded to the nearest value; rounded at random it moves by the right amount on average
-(Gupta et al., 1502.02551). The random numbers are functions of coordinates: a position's are those
-of its tile (:func:`tile_length` values), whatever part of it is rounded here.
+A state that changes by less than half of bf16's spacing (2^-9 of its value) never changes if it is
+rounded to nearest. Stochastic rounding changes it by the right amount on average (Gupta et al.,
+1502.02551). The random numbers depend on positions only: each tile of :func:`tile_length` values
+has one stream of them, whichever part of the tile this rank rounds.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def tile_length(device: torch.device) -> int:
-    """Values that share a stream of random numbers: what a CPU's cache holds, and on a GPU enough
-    to outweigh the start of some twenty kernels."""
+    """Return the number of values that share a stream of random numbers: as many as fit a CPU's
+    cache, or on a GPU enough to outweigh the launch of some twenty kernels."""
     return 1 << 18 if device.type == "cpu" else 1 << 21
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """Most memory that :func:`round_at_random` needs at a time."""
+    """Return the maximum memory, in bytes, that :func:`round_at_random` needs."""
     return 16 * tile_length(device)
 
 
 def stochastic_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """bf16 neighbours of fp32 `x`: the farther from zero where the low 16 bits of x plus `noise`
+    """Round fp32 `x` to a bf16 neighbour, away from zero if the low 16 bits of x plus `noise`
     carry.
 
-    `noise` is int32, uniform over 0 .. 65535, of the shape of x, and is overwritten. The mean over
-    the noise is x, and what bf16 can represent stays as it is. Beyond bf16's largest finite value
-    x becomes that value, unless it is infinite; NaN stays NaN.
+    `noise` is int32, uniform over 0 .. 65535, of the shape of x, and is overwritten. The mean of
+    the result over the noise is x, and values that bf16 can represent stay as they are. Finite
+    values beyond bf16's largest become the largest; infinity and NaN stay.
     """
     noise.masked_fill_(x.abs() >= _LARGEST, 0)
     noise += x.view(torch.int32)
@@ -42,8 +42,8 @@ def stochastic_bf16(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_of_tile(seed: int, device: torch.device) -> Tensor:
-    """int32 of a tile's length, uniform over 0 .. 65535, a function of the seed (and of the kind of
-    device)."""
+    """Make int32 noise for one tile, uniform over 0 .. 65535. It depends only on the seed and on
+    the kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     words = torch.empty(tile_length(device) // 4, dtype=torch.int64, device=device)
     words.random_(-(2**63), None, generator=generator)
@@ -51,9 +51,9 @@ def noise_of_tile(seed: int, device: torch.device) -> Tensor:
 
 
 def round_at_random(out: Tensor, x: Tensor, stream: tuple[int | str, ...], position: int) -> None:
-    """Write fp32 `x` [n], which stands at `position` of a longer array, into bf16 `out` [n].
+    """Round fp32 `x` [n], at `position` of a longer array, stochastically into bf16 `out` [n].
 
-    Any cut of the array into ranges gives the same values; `stream` are the other coordinates.
+    The result does not depend on how the array is divided. `stream` and position seed the noise.
     """
     start, stop = position, position + x.numel()
     length = tile_length(x.device)

@@ -1,8 +1,8 @@
-"""One bucket's way through a step: gradients are summed, a slice updated, weights gathered.
+"""One bucket's path through a step: reduce gradients, update a shard, all-gather weights.
 
-The way is the same at every ZeRO stage; only the axes of the bucket differ, and when its gradients
-and weights have memory (:mod:`megapipe.layout.buckets`). Communication is started and awaited in
-separate calls, so that the pipeline's computation runs beside it.
+The path is the same at every ZeRO stage. ZeRO stages differ only in the bucket's axes, and in when
+its gradients and weights have memory (:mod:`megapipe.layout.buckets`). Communication is started and
+awaited in separate calls, so that it overlaps with the pipeline's computation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Shard:
     """The part [start, stop) of a bucket that this rank updates.
 
     [own_start, own_stop) is the part of the shard that this rank counts in the norm and writes to
-    checkpoints: an equal share where several ranks update the same shard, else all of it. `tp` are
-    the ranks that hold other parts of the same tensors; of what is split over ep those of etp.
-    `states` are those of the rule, kept as `policy` says, with a `velocity` of the weights or
-    without. Of a bucket whose `link` leads to those who update it the rank has no part, but a copy
-    of the weights.
+    checkpoints: an equal part if several ranks update the same shard, else all of it. `tp` is the
+    axis of the ranks that hold other parts of the same tensors: tp, or etp for parameters split
+    over ep. `states` names the rule's states, which are stored as `policy` says; with `velocity`,
+    the velocity of the weights is stored too. If the other end of `link` updates the bucket, this
+    rank has only the weights, and an empty shard.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Shard:
         self.reduce_dtype = reduce_dtype
         self.link = bucket.link
         self.updates = self.link is None or self.link.updates
-        """Whether this rank updates a part; otherwise [start, stop) is empty."""
+        """Whether this rank updates its shard; otherwise [start, stop) is empty."""
         length = bucket.numel // bucket.shard.size if self.updates else 0
         self.start = length * bucket.shard.index
         self.stop = self.start + length
@@ -59,7 +59,7 @@ class Shard:
         else:
             weights = bucket.weights[self.start : self.stop]
         self.weights = weights
-        """This rank's slice in the model dtype."""
+        """Weights of this rank's shard, in the model dtype."""
         origin = bucket.start + self.start
         self.store = StateStore(
             weights, states, policy, bucket=bucket.index, start=origin, velocity=velocity
@@ -67,14 +67,14 @@ class Shard:
         self.older: Sequence[Tensor] = ()
         """Older versions of the bucket's weights that are still read, the newest first."""
         self.grad = torch.empty(0)
-        """Sum of the gradients of [start, stop) over the global batch, from `finish_reduce` to
-        the next step."""
+        """Sum of the gradients of [start, stop) over the global batch, valid from `finish_reduce`
+        to the next step."""
         self._parts = False
-        """Whether `grad` holds the sum of some of the step's reductions."""
+        """Whether `grad` already holds the sum of earlier reductions of the step."""
         self._reduction: Reduction | None = None
         self._gathered: Wait = done
         self._users = 0
-        """Stages that need the whole weights now."""
+        """Number of stages that need the gathered weights now."""
         self.segments = [
             s._replace(start=max(s.start, self.start), stop=min(s.stop, self.stop))
             for s in bucket.segments()
@@ -82,21 +82,21 @@ class Shard:
         ]
 
     def write_weights_into(self, whole: Tensor) -> None:
-        """Let the next update write its weights into `whole`, a flat array of the bucket's size;
-        the masters have memory of their own."""
-        assert self.store.own_master, "the masters of these weights are no others"
+        """Make later updates write weights into `whole`, a flat array of the bucket's size. Masters
+        must have separate memory."""
+        assert self.store.own_master, "these weights are their own master weights"
         self.weights = self.store.weights = whole[self.start : self.stop]
 
     def local(self, start: int, stop: int) -> slice:
-        """The range [start, stop) of the bucket as an index of the shard's arrays."""
+        """Return the range [start, stop) of the bucket as a slice of the shard's arrays."""
         return slice(start - self.start, stop - self.start)
 
     def own_range(self, entry: ParamRange) -> slice:
-        """The part of a parameter that is in the shard, as an index of its arrays."""
+        """Return the part of a parameter that is in the shard, as a slice of the shard's arrays."""
         return self.local(max(entry.start, self.start), min(entry.stop, self.stop))
 
     def zero_grad(self) -> None:
-        """Begin a step: zero the gradients, and free the sum of the last step's."""
+        """Begin a step: zero the bucket's gradients, and free the sum of the last step."""
         self._reduction = None
         if self.link is not None:
             self.link.await_sent()
@@ -105,9 +105,9 @@ class Shard:
         self._parts = False
 
     def start_reduce(self) -> None:
-        """Send off the gradients that are in the bucket."""
+        """Start the reduction of the bucket's gradients."""
         bucket = self.bucket
-        assert self._reduction is None, f"bucket {bucket.index} is being reduced already"
+        assert self._reduction is None, f"bucket {bucket.index} is already being reduced"
         bucket.collect_early()
         bucket.sum_tied_grads()
         self._sum_parts()
@@ -116,17 +116,17 @@ class Shard:
         )
 
     def advance_reduction(self) -> None:
-        """Begin the sum between shard groups, if any, of the reduction that was sent off."""
+        """Start the second sum of a reduction in flight, between shard groups, if it has one."""
         if self._reduction is not None:
             self._reduction.advance()
 
     def expect_gradients(self) -> None:
-        """Begin to receive what the other end of the link adds to the next gradients, if any."""
+        """Post the receive of the gradients that the link's other end sends next, if any."""
         if self.link is not None and self.link.updates:
             self.link.expect_gradients(self.bucket.grads[0][self.start : self.stop])
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction that was sent off, if any, and take its sum into `grad`."""
+        """Wait for the reduction in flight, if any, and add its sum to `grad`."""
         if self._reduction is None:
             return
         piece = self._reduction.wait()
@@ -143,7 +143,8 @@ class Shard:
         self.grad = piece
 
     def _sum_parts(self) -> None:
-        """All-reduce over tp, once, the gradients of this rank's positions or heads alone."""
+        """Sum partial gradients over tp in one all-reduce. Each rank computed its summand from its
+        positions or heads only."""
         bucket = self.bucket
         parts = [
             bucket.view(bucket.grads[0], entry)
@@ -157,8 +158,8 @@ class Shard:
                 part.copy_(total.view_as(part))
 
     def own_square(self) -> Tensor:
-        """Squared norm, fp64 [], of what this rank counts of the gradients in its own range; NaN
-        where its copy of a value that another rank counts is not finite."""
+        """Return the squared norm, fp64 [], of the gradients that this rank counts; NaN if any
+        gradient in the shard, counted here or on another rank, is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self.grad.device)
         copies = []
         for start, stop, counted in ((s.start, s.stop, s.is_primary) for s in self.segments):
@@ -171,9 +172,9 @@ class Shard:
         return total + zero_if_finite(copies) if copies else total
 
     def start_gather(self) -> None:
-        """Begin to gather the weights from the members of the shard axis, or to receive a copy."""
+        """Start the all-gather of weights over the shard axis, or their receive over the link."""
         bucket, link = self.bucket, self.link
-        assert self._gathered is done, f"bucket {bucket.index} is being gathered already"
+        assert self._gathered is done, f"bucket {bucket.index} is already being gathered"
         whole = bucket.alloc_weights() if bucket.sharded_weights else bucket.weights
         if not self.updates:
             assert link is not None
@@ -190,32 +191,31 @@ class Shard:
             self._gathered = gathered_and_sent
 
     def await_readers(self) -> None:
-        """Wait until nobody reads the weights of this rank's slice any more, which are to change:
-        an earlier gather, or the sending of a copy."""
+        """Wait until no all-gather or send reads this rank's weights, which are about to change."""
         self.await_weights()
         if self.link is not None:
             self.link.await_sent()
 
     def await_weights(self) -> None:
-        """Wait until the whole weights are gathered."""
+        """Wait until all weights of the bucket are gathered."""
         self._gathered()
         self._gathered = done
 
     def unshard(self) -> None:
-        """Begin to gather the weights for a stage, unless another stage has them gathered."""
+        """Start the all-gather of a stage's weights, unless another stage has gathered them."""
         self._users += 1
         if self._users == 1 and self.bucket.sharded_weights:
             self.start_gather()
 
     def reshard(self) -> None:
-        """A stage is done with the weights; sharded ones are freed when no stage needs them."""
+        """End a stage's use of the weights. Free sharded weights if no stage uses them any more."""
         self._users -= 1
         if self._users == 0 and self.bucket.sharded_weights:
             self.await_weights()
             self.bucket.free_weights()
 
     def start_gather_after_update(self) -> None:
-        """Begin to gather the updated weights, unless they are gathered on demand (ZeRO-3)."""
+        """Start the all-gather of the updated weights (ZeRO-3 gathers them on demand)."""
         if not self.bucket.sharded_weights:
             self.start_gather()
 
@@ -226,22 +226,22 @@ class Shard:
         self.set_state("model", entry, values)
 
     def weights_in_place(self, entry: ParamRange) -> Tensor | None:
-        """The memory of a parameter's weights, flat, if it is the host's and that of the masters:
-        :meth:`set_weights` with it copies nothing."""
+        """Return a parameter's flat weights. If a caller writes them in place, :meth:`set_weights`
+        copies nothing. None unless they are masters too and in host memory."""
         own = self.store.in_place("model", 0, 0)
         if own is None or self.bucket.sharded_weights:
             return None
         return self.bucket.weights[entry.start : entry.stop]
 
     def state_in_place(self, name: str, entry: ParamRange) -> Tensor | None:
-        """The memory of a parameter's state, flat, if all of it is the host's and here:
-        :meth:`set_state` with it copies nothing."""
+        """Return a parameter's flat state. If a caller writes it in place, :meth:`set_state` copies
+        nothing. None unless all of it is in this shard and in host memory."""
         if not self.start <= entry.start <= entry.stop <= self.stop:
             return None
         return self.store.in_place(name, entry.start - self.start, entry.stop - self.start)
 
     def set_state(self, name: str, entry: ParamRange, values: Tensor) -> None:
-        """Set this shard's part of a state; `values` are those of the whole local region."""
+        """Set this shard's part of a parameter's state; `values` cover the whole local region."""
         a, b = max(entry.start, self.start), min(entry.stop, self.stop)
         if a < b:
             flat = values.reshape(-1)[a - entry.start : b - entry.start]

@@ -1,8 +1,8 @@
-"""How far weights go in an update, on average: by it they are moved back to where they were.
+"""The mean velocity of weights, from which earlier versions of the weights are estimated.
 
-A backward whose forward has read older weights, and which finds these gone, can guess them: T2 of
-PipeMare (Yang et al., 1910.05124) reads W - tau x delta, tau being the mean number of updates in
-between. The velocity delta is kept beside the masters: in each update
+When a backward runs, the weights that its forward has read may be gone. The backward then reads an
+estimate, T2 of PipeMare (Yang et al., 1910.05124): W - tau x delta, where tau is the mean number of
+updates since that forward. The velocity delta is a state next to the masters; each update does
 
     delta <- gamma x delta + (1 - gamma) x (W_new - W_old), gamma = D^(1/tau).
 """
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
 
 CORRECTION = math.exp(-2)
-"""D, as in PipeMare."""
+"""The constant D, as in PipeMare."""
 
 
 def decay(correction: float | None, updates: Fraction) -> float:
-    """gamma of weights that are moved back by so many `updates`, above 0; `correction` is D."""
+    """Return gamma. `correction`: D, by default PipeMare's. `updates`: tau, above 0."""
     return float((CORRECTION if correction is None else correction) ** (1 / updates))
 
 
 @contextmanager
 def followed(shards: Sequence[Shard], decays: Mapping[int, float]) -> Iterator[None]:
-    """A context in which `shards` are updated, and their velocities follow; `decays` has gamma by
-    bucket, of those that keep one.
+    """Enter a context in which the caller updates `shards`; their velocities are updated too.
+    `decays` has gamma by bucket index, for each bucket with a velocity.
 
-    The old masters are taken into the velocity before the update, and the new ones after it, so
-    that no copy of them is needed. Rounding is that of masters.
+    The old masters are added to the velocity before the update, the new ones after it, so that the
+    old ones need not be copied. Sums are rounded in the type of masters.
     """
     moving = [(shard, decays[i]) for shard in shards if (i := shard.bucket.index) in decays]
     for shard, gamma in moving:
@@ -58,7 +58,7 @@ def predict_older_weights(shard: Shard, updates: float, out: Tensor) -> None:
 
 
 def _pieces(shard: Shard) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Places, masters and velocities, block by block, where they are kept."""
+    """Yield slices with views of masters and velocities, block by block."""
     store, length = shard.store, shard.stop - shard.start
     master, velocity = (store.read(name, 0, length) for name in (MASTER, VELOCITY))
     for here in blocks(0, length, master.device):

@@ -1,1 +1,1 @@
-"""The cost of a run, worked out before it starts: memory, traffic, time, and the printed plan."""
+"""The cost of a run, computed before it starts: memory, traffic, time, and the printed plan."""

@@ -12,7 +12,7 @@ from megapipe.schedule.op_types import OpType, op_types
 
 
 class Activations(NamedTuple):
-    """Bytes in the memory of the device and of the host."""
+    """Bytes of activations in device memory and in host memory."""
 
     device: int
     host: int
@@ -25,19 +25,18 @@ def peak_activations(
     inside: bool = True,
     imbalance: Fraction | None = None,
 ) -> Activations:
-    """The most that pipeline rank `rank` holds for its pieces, in either memory.
+    """Return the peak bytes of activations on pipeline rank `rank`, in device and host memory.
 
-    A piece holds the tensors that its stage saves from F to I or B, and those that its weight
-    gradients need from I to W. At a recomputed stage it holds the input alone until R, I or B
-    builds the graph. While an operation runs its piece takes more; without `inside` only the
-    moments between operations count. Messages in transit are left out. `imbalance` is that of
-    :meth:`~megapipe.plan.units.Units.of`, in all layers and pieces.
+    A work item holds the tensors that its stage saves from F to I or B, and those that its weight
+    gradients need from I to W. At a recomputed stage it holds only the input until R, I or B builds
+    the graph. Memory that an operation takes only while it runs counts unless `inside` is false.
+    Messages in flight do not count. `imbalance`: rows of the rank's experts relative to the mean.
     """
     microbatch = units.config.train.microbatch
 
     @cache
     def changes(what: OpType) -> tuple[Activations, Activations]:
-        """Bytes more than before at the most of an operation, and after it."""
+        """Return the bytes at the operation's peak, and at its end, minus those before it."""
         rows = int(what.size * microbatch)
         slices = units.of(what.stage, rows=rows, imbalance=imbalance)
         moments = [*_moments(what, slices, inside=inside)]
@@ -55,8 +54,8 @@ def peak_activations(
 
 
 def _moments(what: OpType, slices: Sequence[Unit], *, inside: bool) -> Iterator[Activations]:
-    """Yield bytes more than before an operation: with `inside` at its fullest moment, where an I or
-    B has recomputed its stage, and after it."""
+    """Yield the bytes at points of an operation, minus those before it: at its peak (with
+    `inside`), after an I or B has recomputed its stage, and at its end."""
     kind, unit = what.kind, slices[what.slice]
     held = unit.kept if kind == Kind.R or what.rebuilds else unit.held
     before = {Kind.F: 0, Kind.W: unit.queued}.get(kind, held)
@@ -74,7 +73,7 @@ def _moments(what: OpType, slices: Sequence[Unit], *, inside: bool) -> Iterator[
 
 
 def _cached(what: OpType, slices: Sequence[Unit]) -> int:
-    """Bytes by which an operation changes the cache that the slices of a micro-batch share."""
+    """Return how many bytes an operation adds to the cache that a micro-batch's slices share."""
     number, last = what.slice, len(slices) - 1
     if what.kind == Kind.F:
         return slices[number].cached[0] - (slices[number - 1].cached[0] if number else 0)

@@ -1,6 +1,6 @@
-"""Groups that a process is in on GPUs, and the memory there that no tensor has.
+"""NCCL communicators of a process, and other GPU memory that belongs to no tensor.
 
-The figures are estimates, and say where they come from; a communicator's memory grows with the
+The sizes are estimates; each constant names its source. A communicator's memory grows with the
 thread blocks that NCCL runs for it, and with the speed of the links.
 """
 
@@ -16,41 +16,41 @@ from megapipe.schedule.lower import pairs
 
 MIB = 2**20
 CONTEXT = 512 * MIB
-"""A CUDA context with the kernels of torch and its libraries. Assumed; nvidia-smi shows it of a
-process that has made one small tensor."""
+"""Bytes of a CUDA context with the kernels of torch and its libraries: an assumption. nvidia-smi
+shows the real size for a process that has made one small tensor."""
 CUBLAS = 32 * MIB
-"""Workspace of matrix products, which torch's allocator keeps for the stream that they run on: 8
-pieces of 4 MiB on Hopper and later, and where ``run.deterministic`` asks for them; 8 MiB before
-(torch, aten/src/ATen/cuda/CublasHandlePool.cpp). In all cases the larger is planned."""
+"""Bytes of cuBLAS's workspace, which torch's allocator keeps per stream: 8 x 4 MiB on Hopper and
+later, and with ``run.deterministic``; 8 MiB on older GPUs (torch,
+aten/src/ATen/cuda/CublasHandlePool.cpp). The plan always assumes 32 MiB."""
 PAIR, LARGER = 544 * MIB, 688 * MIB
-"""NCCL's memory for collectives of two GPUs, and of more: measured on 4 A100 over NVLink
-(github.com/NVIDIA/nccl/issues/964)."""
+"""Bytes of an NCCL communicator for collectives of two GPUs, and of more than two: measured on 4
+A100 over NVLink (github.com/NVIDIA/nccl/issues/964)."""
 THREAD_BLOCK = 20 * MIB
-"""NCCL's memory for one thread block of a channel: buffers of 4 MiB (NCCL_BUFFSIZE) and of the two
-low-latency protocols, taken to be about as large again, each way."""
+"""Bytes that NCCL takes for one thread block of a channel: buffers of 4 MiB (NCCL_BUFFSIZE) and of
+the two low-latency protocols, assumed to be about as large, in each direction."""
 
 
 class Communicators(NamedTuple):
-    """Communicators of a process."""
+    """Sizes and number of a process's communicators."""
 
     groups: tuple[int, ...]
-    """Members of each group that has collectives, two or more."""
+    """Size of each group with collectives that has two or more ranks."""
     channels: int
-    """Ends of channels between pipeline ranks, each a group of two; also of those for a tied
-    embedding of which one stage has a copy."""
+    """Number of point-to-point communicators, each with two ranks: channels to other pipeline
+    ranks, and channels between the two stages with a tied embedding."""
 
     @property
     def number(self) -> int:
         return len(self.groups) + self.channels
 
     def nbytes(self, thread_blocks: int) -> int:
-        """About how many bytes they take on a GPU, where a channel has so many thread blocks."""
+        """Return the approximate GPU bytes; a channel runs `thread_blocks` thread blocks."""
         groups = sum(PAIR if members == 2 else LARGER for members in self.groups)
         return groups + self.channels * thread_blocks * THREAD_BLOCK
 
 
 def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
-    """Those of a process at pipeline index `rank`."""
+    """Return the communicators of a process at pipeline index `rank`."""
     split = layout.split
     groups = {"tp": layout.tp, "ring": split.ring, "ulysses": split.ulysses}
     groups["ep"] = layout.ep_ranks
@@ -74,8 +74,8 @@ def communicators(config: Config, layout: Layout, rank: int) -> Communicators:
 
 
 def beside_tensors(config: Config, layout: Layout, rank: int) -> int:
-    """Bytes on a GPU that no tensor of the run has."""
+    """Return the GPU bytes of a process outside of the run's tensors: CUDA, cuBLAS, NCCL."""
     if config.parallel.backend == "gloo":
         return CONTEXT + CUBLAS
     made = communicators(config, layout, rank)
-    return CONTEXT + CUBLAS + made.nbytes(config.pipeline.channel_ctas)
+    return CONTEXT + CUBLAS + made.nbytes(config.pipeline.p2p_max_ctas)

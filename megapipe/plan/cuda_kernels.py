@@ -1,9 +1,9 @@
-"""The kernels of a GPU, as they run on torch's meta device.
+"""Imitations of a GPU's kernels that run on torch's meta device.
 
-Which ones a run takes is decided where it decides that itself (:mod:`megapipe.assembly.kernels`).
-torch's own run on the meta device by their names, and allocate there what they do on a GPU. For a
-function that Triton or inductor compiles a stand-in allocates and keeps the same, by one of torch's
-operations for each kernel. Bytes that a kernel takes inside itself are in :data:`WORKSPACES`.
+The run's own code chooses the kernels (:mod:`megapipe.assembly.kernels`). torch's GPU
+kernels are called by their names, with meta tensors, and allocate as on a GPU. For a function that
+Triton or inductor compiles, a stand-in allocates and saves the same tensors, with one torch
+operation for each kernel. :data:`WORKSPACES` has the bytes that kernels allocate internally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megapipe.ops.attention_choice import planned_backend
 from megapipe.ops.documents import Documents
 from megapipe.ops.kernels import Kernels
 from megapipe.ops.loss import InductorLoss, Labels, loss_dtype
-from megapipe.ops.moe.rows import InductorRows
+from megapipe.ops.moe.elementwise import InductorRows
 from megapipe.ops.norm import torch_norm
 from megapipe.ops.probe import planning
 from megapipe.ops.scores import PLAIN, ScoreModifiers
@@ -40,9 +40,9 @@ _aten: Any = torch.ops.aten
 
 
 def cuda_kernels(config: Config, layout: Layout) -> Kernels:
-    """Choose the kernels that a run has on a GPU, without a :class:`ContextAttention`.
+    """Choose the kernels of a run on a GPU, except those of :class:`ContextAttention`.
 
-    Blocks that a run compiles are planned as they are, which takes more.
+    Blocks that the run would compile are planned uncompiled, so the planned memory is higher.
     """
     dtype = TORCH_DTYPES[config.model.dtype]
     with planning():
@@ -58,9 +58,12 @@ def cuda_kernels(config: Config, layout: Layout) -> Kernels:
     accumulate = chosen.accumulate
     if accumulate is torch_accumulate and dtype.itemsize < torch.float32.itemsize:
         accumulate = wide_accumulate
+    attention = _attention(chosen.attention, names.get("attention", ""))
+    if config.plan.system == "megatron-2021":
+        attention = _stored_scores
     return replace(
         chosen,
-        attention=_attention(chosen.attention, names.get("attention", "")),
+        attention=attention,
         norm=_norm,
         head_norm=_norm,
         rotary=_rotate if names.get("rotary") == "inductor" else chosen.rotary,
@@ -105,15 +108,15 @@ def _attend(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Attend as SDPA does with tensors of a GPU, by the name of the kernel that it takes there."""
+    """Attend like SDPA on a GPU, with the backend that SDPA would choose there."""
     head_dim, masked = q.shape[-1], attn_mask is not None
     name = planned_backend(q.dtype, head_dim, allowed, masked=masked, grouped=enable_gqa)
     options: dict[str, Any] = {"scale": scale}
     if name == "flash":
-        given = [pad(x, (0, -head_dim % 8)) for x in (q, k, v)] if head_dim % 8 else [q, k, v]
+        padded = [pad(x, (0, -head_dim % 8)) for x in (q, k, v)] if head_dim % 8 else [q, k, v]
         scale = scale or head_dim**-0.5
         whole = _aten._scaled_dot_product_flash_attention(
-            *given, dropout_p, is_causal, scale=scale
+            *padded, dropout_p, is_causal, scale=scale
         )[0]
         return whole[..., :head_dim]
     if name == "cudnn":
@@ -130,10 +133,30 @@ def _attend(
     return of(q, k, v, attn_mask, dropout_p, is_causal, **options, enable_gqa=enable_gqa)[0]
 
 
+def _stored_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    documents: Documents | None,
+    scores: ScoreModifiers = PLAIN,
+) -> Tensor:
+    """Attend like Megatron-LM before flash attention: two products, and between them one kernel for
+    scale, mask and softmax, and one for dropout. q and the output are [b, heads, s, d]."""
+    b, heads, s, d = q.shape
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    q, k, v = (x.reshape(b * heads, -1, d) for x in (q, k, v))
+    weights = _aten._softmax(torch.bmm(q, k.transpose(1, 2)), -1, False)
+    if dropout:
+        weights = torch.native_dropout(weights, dropout, True)[0]
+    return torch.bmm(weights, v).view(b, heads, s, d)
+
+
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, *runs: Any, scale: float | None = None, **_: Any
 ) -> Tensor:
-    """Call the kernel that torch's varlen_attn calls, and keep what it keeps."""
+    """Call the kernel that torch's varlen_attn calls, and save the same tensors."""
     out: Tensor = _aten._flash_attention_forward(q, k, v, *runs, 0.0, True, False, scale=scale)[0]
     return out
 
@@ -146,8 +169,8 @@ def _flex(
     documents: Documents | None,
     scores: ScoreModifiers = PLAIN,
 ) -> Tensor:
-    """Stand for FlexAttention: it keeps its inputs, the output and an LSE, and copies no heads.
-    Its masks of blocks, a few numbers for each 128 x 128 scores, are left out."""
+    """Stand in for FlexAttention, which saves its inputs, the output and an LSE, and does not
+    repeat KV heads. Its block masks, a few numbers per 128 x 128 scores, are left out."""
     assert not dropout
     of = _aten._scaled_dot_product_fused_attention_overrideable
     out: Tensor = of(q, k, v, None, 0.0, True, scale=scores.scale)[0]
@@ -155,11 +178,11 @@ def _flex(
 
 
 class _RmsNorm(Function):
-    """torch's fused RMSNorm for GPUs, which is composed of other operations elsewhere."""
+    """Torch's fused RMSNorm for GPUs; other devices compose it from several operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():  # above it is taken apart
+        with torch._C._AutoDispatchBelowAutograd():  # above autograd it is decomposed
             y, rstd = _aten._fused_rms_norm(x, list(weight.shape), weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
@@ -185,24 +208,24 @@ def _norm(
 def _fused_rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Allocate the result, and a number per row."""
+    """Allocate the output of a fused RMSNorm, and one number per row."""
     rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     return torch.empty_like(x), x.new_empty(rows, dtype=loss_dtype(x.dtype))
 
 
 def _dropout(x: Tensor, p: float) -> Tensor:
-    """torch's fused dropout for GPUs, which keeps a mask of booleans."""
+    """Apply torch's fused dropout for GPUs, which saves a boolean mask."""
     found: Tensor = torch.native_dropout(x, p, True)[0]
     return found
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Stand for inductor's: one kernel to a new tensor, and one that copies it back."""
+    """Stand in for inductor's rotation: one kernel writes a new tensor, another copies it back."""
     return x.copy_(torch.mul(x, cos, out=torch.empty(x.shape, dtype=x.dtype, device=x.device)))
 
 
 class _Swiglu(Function):
-    """Stand for inductor's: a kernel each way, which keeps gate and up alone."""
+    """Stand-in for inductor's SwiGLU: one kernel per pass; only gate and up are saved."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
@@ -217,7 +240,7 @@ class _Swiglu(Function):
 
 
 def _as_parts(both: Tensor, grad: Tensor) -> Tensor:
-    """One kernel from gate and up [..., 2 f] and a gradient [..., f] to [..., 2 f]."""
+    """Stand in for the backward kernel: gate and up [..., 2 f], gradient [..., f] -> [..., 2 f]."""
     out = torch.empty_like(both)
     parts = [x.unflatten(-1, (both.shape[-1] // grad.shape[-1], -1)) for x in (both, out)]
     torch.mul(parts[0], grad.unsqueeze(-2), out=parts[1])
@@ -225,8 +248,8 @@ def _as_parts(both: Tensor, grad: Tensor) -> Tensor:
 
 
 class _Loss:
-    """Stand for :class:`InductorLoss`: a kernel that reads the logits and one that replaces them,
-    with sums over the ranks beside it."""
+    """Stand-in for :class:`InductorLoss`: one kernel reads the logits, one overwrites them with
+    gradients, and sums are reduced over the ranks."""
 
     wide = False
 
@@ -243,7 +266,7 @@ class _Loss:
 
 
 class _Rows:
-    """Stand for :class:`InductorRows`: its results, by a kernel each, and two for the gradients."""
+    """Stand-in for :class:`InductorRows`: one forward kernel per result, two backward kernels."""
 
     def activate_and_weight(self, wide: Tensor, weight: Tensor, activation: Activate) -> Tensor:
         parts = activation.split(wide)
@@ -265,12 +288,13 @@ class _Rows:
         return out
 
 
-# What kernels take inside themselves. The figures follow from the sources of torch 2.13.
+# Memory inside kernels. The figures follow from the sources of torch 2.13.
 
 _FLASH_ROWS = 128
-"""Flash attention rounds sequences up to so many rows (flash_attn/flash_api.cpp, mha_bwd)."""
+"""Multiple to which flash attention pads sequences (flash_attn/flash_api.cpp, mha_bwd)."""
 _EFFICIENT_ROWS, _EFFICIENT_WIDTH = 128, 64
-"""The largest block of the efficient backward (mem_eff_attention/kernel_backward.h)."""
+"""Largest block (rows, columns) of the memory-efficient backward
+(mem_eff_attention/kernel_backward.h)."""
 _FP32 = 4
 
 
@@ -279,21 +303,21 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _flash_sums(heads: int, rows: int, head_dim: int) -> int:
-    """Bytes of the sum of the queries' gradient, and of a number for each row, in fp32."""
+    """Return the bytes of flash's fp32 buffers: summed query gradients, and a number per row."""
     width = _up(head_dim, 32) if head_dim <= 192 else 256
     return _FP32 * heads * rows * (width + 1)
 
 
-def _copied(*given: Tensor) -> int:
-    """Bytes of tensors that a kernel copies where they are not in the order of their sizes."""
-    return sum(x.numel() * x.element_size() for x in given if not x.is_contiguous())
+def _copied(*tensors: Tensor) -> int:
+    """Return the bytes of copies that a kernel makes of non-contiguous tensors."""
+    return sum(x.numel() * x.element_size() for x in tensors if not x.is_contiguous())
 
 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any
 ) -> int:
-    """Of q [b, heads, s, d]: sums, copies of gradient and output, which it takes as [b, s, heads,
-    d], and gradients of keys and values for each query head where these have fewer."""
+    """Return the workspace for q [b, heads, s, d]: fp32 sums; copies [b, s, heads, d] of gradient
+    and output; with fewer key heads, gradients of keys and values for every query head."""
     b, heads, s, d = q.shape
     expanded = 2 * b * heads * k.shape[2] * d * k.element_size() if k.shape[1] < heads else 0
     copies = _copied(grad.transpose(1, 2), out.transpose(1, 2))
@@ -311,7 +335,8 @@ def _packed_flash_backward(
     *_: Any,
     **__: Any,
 ) -> int:
-    """The same of q [rows, heads, d]: sums have room for a block more per sequence."""
+    """Return the workspace for packed q [rows, heads, d]; fp32 sums have one more block per
+    sequence."""
     rows, heads, d = q.shape
     expanded = 2 * len(k) * heads * d * k.element_size() if k.shape[1] < heads else 0
     padded = rows + _FLASH_ROWS * (len(ends) - 1)
@@ -328,8 +353,9 @@ def _efficient_backward(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Of q [b, heads, s, d]: a number for each row, a copy of the gradient, and of narrow types the
-    sum of the queries' gradient in fp32, beyond 128 columns of keys' and values' too."""
+    """Return the workspace for q [b, heads, s, d]: a number per row, a copy of the gradient, and
+    for bf16 and fp16 the queries' gradient in fp32; with more than 128 columns also the gradients
+    of keys and values."""
     b, heads, s, d = q.shape
     sums = 0
     if q.element_size() < _FP32:
@@ -339,13 +365,13 @@ def _efficient_backward(
 
 
 def _cudnn_backward(grad: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
-    """Assumed: cuDNN's sources are closed, and it needs the same sums as flash."""
+    """Return the workspace, assumed to be equal to flash's sums: cuDNN's sources are closed."""
     b, heads, s, d = q.shape
     return _flash_sums(b * heads, _up(s, _FLASH_ROWS), d)
 
 
 def _flex_backward(grad: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
-    """Two numbers for each row, as inductor's lowering of flex_attention_backward makes them."""
+    """Return the bytes of two numbers per row, as inductor lowers flex_attention_backward."""
     return 2 * _FP32 * q.shape[:-1].numel()
 
 
@@ -358,9 +384,9 @@ WORKSPACES: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _aten._scaled_dot_product_fused_attention_overrideable_backward.default: _flex_backward,
 }
-"""Bytes that exist during a call alone, by operation, as a function of its arguments.
+"""Functions from an operation's arguments to the bytes that it allocates only during the call.
 
-The memory of cuBLAS and of NCCL, which a process keeps, is in
-:mod:`megapipe.plan.communicators`. Left out: flash's forward, which takes some where there are too
-few blocks for the GPU; sums of the gradients of norms' weights, a few rows.
+Memory of cuBLAS and NCCL, which a process keeps, is in :mod:`megapipe.plan.communicators`. Left out
+are flash's forward, which needs memory only if it has too few blocks for the GPU, and the partial
+sums of norm weights' gradients, a few rows.
 """

@@ -1,4 +1,4 @@
-"""Lists of commands for other programs: JSON or CSV."""
+"""Output of commands for other programs: JSON or CSV."""
 
 import argparse
 import csv
@@ -11,14 +11,14 @@ from megapipe.command_line import Parser
 
 
 def add_forms(parser: Parser, of_csv: str) -> None:
-    """Add --csv, which does what its help says, and --json."""
+    """Add the options --json and --csv; `of_csv`: help text of --csv."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help=of_csv)
-    form.add_argument("--json", action="store_true", help="print a JSON list of the same")
+    form.add_argument("--json", action="store_true", help="print the same as a JSON list")
 
 
 def print_list(given: argparse.Namespace, records: Sequence[Mapping[str, Any]]) -> bool:
-    """Print records with the same keys in the form that is asked for; false if none is."""
+    """Print records, all with equal keys, as JSON or CSV; return False if neither is requested."""
     if given.json:
         print(json.dumps(records))
     elif given.csv:

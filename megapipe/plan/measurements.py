@@ -1,7 +1,7 @@
-"""Measurements on which a layout depends, by the units of its stages."""
+"""Measured values that a layout depends on, computed from the measured costs of its stages."""
 
 from megapipe.layout.measurements import Measurements
-from megapipe.plan.freed import freed_by_input_grad
-from megapipe.plan.moe.time import chosen_form
+from megapipe.plan.activation_split import freed_by_input_grad
+from megapipe.plan.moe.moe_layer_time import chosen_form
 
 BY_UNITS = Measurements(freed_by_input_grad, chosen_form)

@@ -1,4 +1,4 @@
-"""Bytes that a process holds of the model, counted before it exists."""
+"""Bytes that weights, gradients and optimizer take in a process, counted before it exists."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,39 +9,45 @@ from megapipe.config.config import Config, OptimizerConfig
 from megapipe.config.update_rules import declaration
 from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
-from megapipe.plan.replicas import replica_actions
+from megapipe.plan.dp_actions import replica_actions
+from megapipe.schedule.async_schedules.async_schedule import (
+    moved_back,
+    predictions_kept,
+    versions_kept,
+)
 from megapipe.schedule.program import Action, ActionKind
-from megapipe.schedule.streams.stream import moved_back, predictions_kept, versions_kept
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 COPIES_KEPT = 2
-"""Copies of the state that a node has in memory in turn (``checkpoint.memory_every``), so that a
-kill inside of one leaves the one before. Of several nodes each has as many of the one before it."""
+"""Number of in-memory checkpoints per process that a node keeps (``checkpoint.in_memory_every``):
+if the newest is incomplete after a kill, the other remains. With several nodes, each node also
+keeps the in-memory checkpoints of the previous node."""
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of one process, on its device."""
+    """Bytes that one process holds on its device, besides activations."""
 
     parameters: int
-    """All versions of them that are kept, and predicted ones, in a pipeline without a flush; and
-    copies of experts in all slots."""
+    """Bytes of the weights: all weight versions of a no-flush schedule, predicted ones included,
+    and expert replicas in all slots."""
     older_versions: int
-    """Of these, the ones beside the newest version."""
+    """Part of `parameters` for weight versions other than the newest."""
     gradients: int
-    """Buffers of the main gradients; two sets where an update waits while the next come in."""
+    """Bytes of main gradients. There are two sets if the gradients of one update window wait for
+    their update while those of the next window are accumulated."""
     second_gradients: int
-    """Of these, the second set."""
+    """Part of `gradients` for the second set."""
     optimizer: int
-    """States, and master weights where they are no alias of the parameters."""
+    """Bytes of optimizer states, and of master weights unless they alias the parameters."""
     transient: int
-    """The most that a step needs on top: the process' slices of the summed gradients; under ZeRO-2
-    and 3 the gradients of two stages, being accumulated or reduced; under ZeRO-3 gathered weights;
-    and the copy from which post-validation undoes an update. Buffers in transit are left out."""
+    """Maximum additional bytes during a step: shards of reduced gradients; with ZeRO-2 and 3 the
+    whole gradients of up to two stages; with ZeRO-3 gathered weights; and the snapshot from which
+    post-validation restores. Communication buffers are left out."""
     offloaded: int
-    """Optimizer state in host memory or on a disk."""
+    """Bytes of optimizer state in host memory or on a disk."""
     checkpoint_part: int
-    """Its part of a checkpoint, at most: what a save in the background copies to host memory."""
+    """Upper bound of the process's part of a checkpoint; async_save copies it to host memory."""
 
     @property
     def persistent(self) -> int:
@@ -53,7 +59,7 @@ class ModelMemory:
 
 
 def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
-    """Bytes that a process at pipeline index `rank` holds of the model."""
+    """Return the model's bytes in a process at pipeline index `rank`."""
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     parameters = beside = gradients = waiting = optimizer = copies = saved = 0
     buckets = list(process_buckets(config, layout, rank))
@@ -91,12 +97,12 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
         parameters += bucket.replica_numel * size
         gradients += bucket.replica_numel * main
         if bucket.sharded_grads:
-            gradients += bucket.norm_numel * main  # kept apart: they may come before the others
+            gradients += bucket.norm_numel * main  # separate: they may come before the others
         else:
             gradients += bucket.uses * bucket.numel * main * turns
             waiting += bucket.uses * bucket.numel * main * (turns - 1)
         if bucket.link:
-            gradients += own * main  # those of the copy, on their arrival
+            gradients += own * main  # gradients from the other stage, when they arrive
     away = config.optimizer.offload != "none"
     return ModelMemory(
         parameters=parameters,
@@ -110,10 +116,23 @@ def model_memory(config: Config, layout: Layout, rank: int) -> ModelMemory:
     )
 
 
-def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[BucketPlan]) -> int:
-    """Most bytes of summed slices, whole gradients and gathered weights at once in a step.
+def update_bytes(config: Config, layout: Layout, rank: int) -> int:
+    """Return the bytes that an update at pipeline index `rank` moves on the device. It reads
+    gradients twice (norm, update) and sets them to 0, reads and writes states and master weights,
+    and writes weights."""
+    size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
+    apart, moved = _keeps_apart(config, layout), 0
+    for bucket in process_buckets(config, layout, rank):
+        if bucket.updates and not bucket.frozen:
+            each = 2 * main + 2 * _state_bytes(config.optimizer, size, main, apart) + size
+            moved += _slice(bucket) * each + bucket.numel * main
+    return moved
 
-    Where one process runs all pipeline ranks, the peaks of all ranks are added up.
+
+def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[BucketPlan]) -> int:
+    """Return the peak bytes of reduced shards, whole gradients and gathered weights together.
+
+    If one process runs all pipeline ranks, the peaks of all ranks are added up.
     """
     zero, main = layout.replicas.zero, main_bytes(config.model.dtype)
     at_the_end = sum(
@@ -131,7 +150,7 @@ def _most_passing(config: Config, layout: Layout, rank: int, buckets: Sequence[B
 def _passing(
     actions: Iterable[Action], stages: int, buckets: Sequence[BucketPlan], dtype: str
 ) -> Iterator[int]:
-    """Bytes of slices, gradients and weights after each action of a program under ZeRO-2 or 3."""
+    """Yield bytes of shards, gradients and weights after each action of a ZeRO-2 or 3 program."""
     main, size = main_bytes(dtype), DTYPE_BYTES[dtype]
     weights: Counter[int] = Counter()
     numel: Counter[int] = Counter()
@@ -146,7 +165,7 @@ def _passing(
     opened: dict[int, int] = {}
     summed: dict[int, int] = {}
     users: Counter[int] = Counter()
-    reducing: list[int] = []  # the oldest first
+    reducing: list[int] = []  # oldest first
     for do, _, stage, *_ in actions:
         used = [stage, stages] if stage in (0, stages - 1) else [stage]
         if do == ActionKind.ALLOC_GRADS and stage in numel:
@@ -168,12 +187,12 @@ def _passing(
 
 
 def _slice(bucket: BucketPlan) -> int:
-    """Length of the slice that one process owns."""
+    """Return the number of values in a process's shard of a bucket."""
     return bucket.numel // bucket.shard.members
 
 
 def checkpoint_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of the tensors of a whole checkpoint."""
+    """Return the bytes of all tensors of a checkpoint."""
     trained = layout.model.num_parameters(trained=True)
     frozen = layout.model.num_parameters() - trained
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
@@ -183,7 +202,7 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
         for stage, kept in versions_kept(layout.async_schedule).items():
             for spec in layout.model.parameters(layout.stage_layers[stage]):
                 nbytes = (kept - 1) * prod(spec.shape) * size
-                older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one on both ends
+                older[spec.name] = max(older.get(spec.name, 0), nbytes)  # a tied one: both ends
     moving = (
         layout.model.num_parameters(layout.stage_layers[stage]) for stage in _with_velocity(layout)
     )
@@ -193,59 +212,62 @@ def checkpoint_bytes(config: Config, layout: Layout) -> int:
 
 
 def _buffer_bytes(config: Config, layout: Layout) -> int:
-    """Bytes in a checkpoint, of rank 0, of biases of experts and of the choices of steps: the last
-    one, and that by which copies were chosen."""
+    """Return the bytes in rank 0's part of a checkpoint for expert biases and for the counts of
+    choices in two steps: the newest step, and the step from which replicas were chosen."""
     biases = sum(map(prod, layout.model.buffers().values())) * main_bytes(config.model.dtype)
-    counted = (config.model.moe.balance_scope == "step") + config.experts.copies
+    counted = (config.model.moe.aux_loss_scope == "step") + config.experts.copies
     return biases + 8 * counted * sum(layout.model.experts().values())
 
 
 def state_bytes(config: Config, layout: Layout) -> int:
-    """Bytes per parameter of states and of a master of its own."""
+    """Return the bytes of optimizer state per parameter, with the master weight if separate."""
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     return _state_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
 
 
 def kept_bytes(config: Config, layout: Layout) -> int:
-    """Bytes per parameter of states, and of the master or what takes its place."""
+    """Return the checkpoint bytes per trained parameter: its states, and its master weight if that
+    is separate, else its weight."""
     size, main = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
     return _saved_bytes(config.optimizer, size, main, _keeps_apart(config, layout))
 
 
 def _with_velocity(layout: Layout) -> Collection[int]:
-    """Stages whose weights have a velocity beside their states, in the type of masters."""
+    """Return the stages whose optimizer state includes an fp32 velocity of the weights."""
     return () if layout.async_schedule is None else moved_back(layout.async_schedule).keys()
 
 
 def _frozen_bytes(dtype: str) -> int:
-    """Bytes in a checkpoint of a parameter that is not trained: there is no fp16 in it."""
+    """Return the checkpoint bytes per frozen parameter; fp16 is stored in a wider type."""
     return main_bytes(dtype) if dtype == "fp16" else DTYPE_BYTES[dtype]
 
 
 def _saved_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
-    """Bytes per parameter in a checkpoint: states, and the master or what takes its place."""
+    """Return the checkpoint bytes per trained parameter: its states, and its master weight if that
+    is separate, else its weight."""
     master = 0 if _has_master(optimizer, weight, main, apart) else weight
     return _state_bytes(optimizer, weight, main, apart) + master
 
 
 def _state_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
-    """Those of :func:`state_bytes`."""
+    """Return the bytes of optimizer state per parameter, with the master weight if separate."""
     state = 2 if optimizer.state_dtype == "bf16" else main
-    states = declaration(optimizer.rule).kept(optimizer.momentum)
+    states = declaration(optimizer.rule).kept(optimizer.rule_options)
     return len(states) * state + (main if _has_master(optimizer, weight, main, apart) else 0)
 
 
 def _undo_bytes(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> int:
-    """Bytes per parameter of a copy of states and master, or of the weights that are their own."""
+    """Return the bytes per parameter of the snapshot for post-validation: its states, and its
+    master weight if that is separate, else its weight."""
     own = 0 if _has_master(optimizer, weight, main, apart) else weight
     return _state_bytes(optimizer, weight, main, apart) + own
 
 
 def _has_master(optimizer: OptimizerConfig, weight: int, main: int, apart: bool) -> bool:
-    """Whether masters have memory of their own."""
-    return apart or (weight < main and optimizer.master == "fp32")
+    """Whether master weights have separate memory."""
+    return apart or (weight < main and optimizer.master_weights == "fp32")
 
 
 def _keeps_apart(config: Config, layout: Layout) -> bool:
-    """Whether masters are copies also of weights of their type."""
-    return config.optimizer.look_ahead != 0 or layout.async_schedule is not None
+    """Whether master weights are separate even if the weights have the same type as masters."""
+    return config.optimizer.weight_prediction != 0 or layout.async_schedule is not None

@@ -1,95 +1,77 @@
-"""The plan of a run as text: what every process will hold and do, before any is started."""
+"""The plan of a run as text: what every process will hold and do, before a process is started."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain
 from operator import attrgetter
 
 from megapipe.config.config import Config
 from megapipe.config.context import TURNED
-from megapipe.errors import ConfigError
-from megapipe.layers.policy import padded_vocabulary
+from megapipe.layers.activation_policy import padded_vocabulary
 from megapipe.layers.specs import local_numel_total
 from megapipe.layout.activations import block_policies
 from megapipe.layout.checks import shortened
 from megapipe.layout.costs import stage_work
-from megapipe.layout.cuts import slice_time
 from megapipe.layout.layout import Layout
+from megapipe.layout.sequence_slices import slice_time
 from megapipe.layout.speeds import Speeds
 from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import format_layout, from_counts, parse_layout, rank_loads
 from megapipe.plan.communicators import communicators
-from megapipe.plan.context_choice import cost_of, way_of
+from megapipe.plan.context_options import cost_of, option_of
 from megapipe.plan.context_row import row
-from megapipe.plan.demand import memory_lines, size_text, step_time_lines
+from megapipe.plan.figures import PlanFigures, most_sent, plan_figures
+from megapipe.plan.memory_fit import memory_lines, size_text, step_time_lines
 from megapipe.plan.moe.migration_traffic import migration_traffic
-from megapipe.plan.pace import simulate_step
-from megapipe.plan.traffic import (
-    REPLICA_TRAFFIC,
-    CollectiveTraffic,
-    pipeline_messages,
-    step_traffic,
-)
+from megapipe.plan.traffic import REPLICA_TRAFFIC, CollectiveTraffic, pipeline_messages
 from megapipe.plan.unit import SPLIT
 from megapipe.plan.units import Units
-from megapipe.schedule.channels import channels
-from megapipe.schedule.cost import Time
-from megapipe.schedule.ir import Schedule
-from megapipe.schedule.memory import peak_held, weight_replicas
-from megapipe.schedule.render import text as draw
-from megapipe.schedule.streams.ledger import staleness
-from megapipe.schedule.streams.stream import (
+from megapipe.schedule.async_schedules.async_schedule import (
     AsyncSchedule,
     moved_back,
     predictions_kept,
     versions_kept,
 )
+from megapipe.schedule.async_schedules.staleness import staleness
+from megapipe.schedule.channels import channels
+from megapipe.schedule.cost import Time
+from megapipe.schedule.ir import Schedule
+from megapipe.schedule.memory import peak_held, weight_replicas
+from megapipe.schedule.render import text as draw
 from megapipe.schedule.timing.simulate import Timeline
+from megapipe.text import columns, count_noun
 from megapipe.util.dtypes import DTYPE_BYTES
-from megapipe.words import columns, count_noun
 
 
 def report(config: Config, layout: Layout, imbalance: Fraction | None = None) -> str:
-    """The plan of a resolved configuration, with the memory of a rank whose experts get so many
-    times the mean rows (:func:`megapipe.layout.moe.checks.check_imbalance`).
+    """Return the plan of a resolved configuration as text; arguments and errors are those of
+    :func:`plan_figures`."""
+    return as_text(plan_figures(config, layout, imbalance))
 
-    Raises :class:`ConfigError` if the size of the vocabulary is not known yet or the stages hold
-    other layers than the model has, and :class:`ScheduleError` if the schedule cannot be executed.
-    """
-    if config.model.vocab_size is None:
-        raise ConfigError(
-            f"model.vocab_size: not known without data.tokenizer={config.data.tokenizer}: "
-            "set it for a plan"
-        )
-    placed = [layer for spec in layout.stage_layers for layer in spec.layers]
-    if placed != list(range(layout.model.layers)):
-        raise ConfigError(
-            f"the stages hold layers {placed}, but the model has 0 to {layout.model.layers - 1}"
-        )
-    schedule = layout.schedule
-    speeds = Speeds.of(config)
-    units = Units(config, layout)
-    timeline = simulate_step(units, speeds)
+
+def as_text(figures: PlanFigures) -> str:
+    """Return a plan as text."""
+    units, speeds, timeline = figures.units, figures.speeds, figures.timeline
+    config, layout = units.config, units.layout
     parts = [
         [f"plan of {config.run.name}"],
         _model_lines(layout),
         [
             *_run_lines(units, speeds),
-            *memory_lines(units, speeds, imbalance),
-            *_message_lines(units),
-            *step_time_lines(units, speeds, timeline),
+            *memory_lines(figures.memory, units, speeds, figures.imbalance),
+            *_message_lines(figures),
+            *step_time_lines(figures.time, config, layout, speeds),
         ],
-        _stage_lines(config, layout, schedule),
+        _stage_lines(config, layout, layout.schedule),
         _schedule_lines(config, layout, speeds, timeline),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def held_by_process(config: Config, layout: Layout, schedule: Schedule) -> list[int]:
-    """Parameters that a process keeps, padding included, per pipeline rank that is a process.
+    """Return the number of parameters, padding included, in each process along the pipeline axis.
 
-    Processes that differ only in dp, cp or tp keep equally many.
+    Processes that differ only in their dp, cp or tp index hold equally many parameters.
     """
     numbers: list[Sequence[int]] = [schedule.placement.stages_of(rank) for rank in range(layout.pp)]
     if layout.in_process:
@@ -112,13 +94,13 @@ def _model_lines(layout: Layout) -> list[str]:
 
 
 def met_by_a_token(model: ModelSpec) -> str:
-    """A remark on how many of its parameters a token meets, where that is not all."""
+    """Return a remark on the active parameters of a token; empty if all are active."""
     active = model.active_parameters()
-    return "" if active == model.num_parameters() else f", of which a token meets {active:,}"
+    return "" if active == model.num_parameters() else f", of which a token uses {active:,}"
 
 
 def _padded(layout: Layout) -> str:
-    """A remark on the rows to which matrices of a vocabulary are padded; empty where none are."""
+    """Return a remark on the padded vocabulary size; empty if no matrix is padded."""
     vocabulary = layout.model.vocab_size
     assert vocabulary is not None
     rows = (spec for spec in layout.model.parameters(layout.model.whole) if spec.multiple > 1)
@@ -132,7 +114,7 @@ def _run_lines(units: Units, speeds: Speeds) -> list[str]:
     train, schedule = config.train, layout.schedule
     held = held_by_process(config, layout, schedule)
     length = train.sequence_length
-    tokens = train.global_batch * length
+    tokens = train.tokens_per_step
     per_token = layout.model.token_flops()
     return [
         (
@@ -156,8 +138,9 @@ def _run_lines(units: Units, speeds: Speeds) -> list[str]:
 
 
 def changed_by_experts(config: Config) -> str:
-    """A remark on what the section `experts` changes in results; empty where that is nothing."""
-    codec, topology = config.experts.codec, config.experts.topology
+    """Return a remark on settings of the section `experts` that change results; empty if none
+    does."""
+    codec, topology = config.experts.wire_dtype, config.experts.link_bandwidths
     rows = "" if codec == "none" else f", rows in {codec}"
     if topology is None:
         return rows
@@ -165,45 +148,46 @@ def changed_by_experts(config: Config) -> str:
 
 
 def _expert_ranks(config: Config, layout: Layout) -> str:
-    """A remark on the ranks over which experts are split; empty where they are not."""
+    """Return a remark on how experts are split over ranks; empty if they are not."""
     if layout.ep_ranks == 1:
         return ""
     inner = f" x etp {layout.etp}" if layout.etp > 1 else ""
-    chunks, slots = config.experts.number_of_chunks, config.experts.slots
+    chunks, slots = config.experts.number_of_chunks, config.experts.replica_slots
     how = config.experts.dispatch + (f" in {chunks} chunks" if chunks > 1 else "")
-    how += f", {count_noun(slots, 'slot')} for copies on each rank" if slots else ""
+    how += f", {count_noun(slots, 'slot')} for replicas on each rank" if slots else ""
     how += changed_by_experts(config)
-    return f", experts over ep {layout.ep}{inner} of a pipeline index by {how}"
+    return f", experts over ep {layout.ep}{inner} of a pipeline rank by {how}"
 
 
 def _sharded(config: Config, layout: Layout) -> str:
-    """The share of a process' parameters that it keeps under ZeRO-3."""
+    """Return a remark on the shard of the weights that a process keeps with ZeRO-3; empty below
+    ZeRO-3."""
     if layout.replicas.zero < 3:
         return ""
-    parts = config.optimizer.shard_size or layout.dp_cp
+    parts = config.optimizer.shard_group_size or layout.dp_cp
     copies = layout.edp if layout.model.experts() else layout.dp_cp
-    experts = min(config.optimizer.shard_size or copies, copies)
-    of_experts = f" (of experts 1/{experts})" if experts != parts else ""
-    return f", of which it keeps 1/{parts}{of_experts} of each stage between uses"
+    experts = min(config.optimizer.shard_group_size or copies, copies)
+    of_experts = f" (1/{experts} of the experts)" if experts != parts else ""
+    return f", of which ZeRO-3 keeps 1/{parts}{of_experts} in memory between uses of a stage"
 
 
-def _message_lines(units: Units) -> list[str]:
-    config, layout = units.config, units.layout
+def _message_lines(figures: PlanFigures) -> list[str]:
+    config, layout = figures.units.config, figures.units.layout
     schedule = layout.schedule
-    exchanges = [step_traffic(units, rank) for rank in range(layout.pipeline_processes)]
-    wire = _most_by_axis(exchanges) or "nothing"
-    lines = [f"wire          sent at most, per process and step: {wire}"]
-    lines += _expert_lines(config, layout, exchanges)
+    wire = _by_axis(figures.wire) or "nothing"
+    lines = [f"wire          maximum sent by a process in a step: {wire}"]
+    lines += _expert_lines(config, layout, figures.traffic)
     if layout.in_process:
-        return [*lines, "messages      within the process: no communicators"]
+        return [*lines, "messages      within the process, without communicators"]
     made = [communicators(config, layout, rank) for rank in range(layout.pp)]
     ends, groups = [each.channels for each in made], [len(each.groups) for each in made]
     depth = max((channel.depth for channel in channels(schedule)), default=0)
     return [
         *lines,
         (
-            f"messages      {_range(ends)} point-to-point communicators per process, besides "
-            f"{_range(groups)} for collectives; at most {depth} messages received ahead in one"
+            f"messages      {_range(ends)} point-to-point communicators per process, and "
+            f"{_range(groups)} for collectives; a channel holds at most "
+            f"{count_noun(depth, 'received message')}"
         ),
         (
             f"sent          {_sent(config, layout):,} bytes between all pipeline ranks"
@@ -213,22 +197,20 @@ def _message_lines(units: Units) -> list[str]:
 
 
 def _in_shares(config: Config, layout: Layout) -> str:
-    """A remark on what each tensor-parallel rank sends, where all of them have the same."""
+    """Return a remark on the part of a message that each tensor-parallel rank sends."""
     if layout.pp == 1 or layout.tp == 1 or config.parallel.sequence_parallel:
         return ""
-    if layout.scatters:
-        how = f"1/{layout.tp} by each of {layout.tp} tensor-parallel ranks"
-    else:
-        how = f"the same by each of {layout.tp} tensor-parallel ranks"
-    return f": {how} (pipeline.scatter_gather)"
+    what = f"1/{layout.tp} of a message" if layout.scatters else "the whole message"
+    return f": each of {layout.tp} tensor-parallel ranks sends {what} (pipeline.scatter_gather)"
 
 
 def _slices_line(config: Config, layout: Layout) -> str:
-    """Where sequences are cut, and how even that is."""
+    """Return a line on the lengths of slices, and on each slice's share of the time."""
     lengths = layout.slice_lengths
     shares = [f"{float(share):.1%}" for share in slice_time(config, layout.model).shares(lengths)]
     pipeline = config.pipeline
-    by_flops = not pipeline.slice_overhead and pipeline.slice_attention == 1
+    overhead = pipeline.generator_options.slice_overhead_tokens
+    by_flops = not overhead and pipeline.slice_attention_cost == 1
     return (
         f"slices        of {', '.join(map(str, lengths))} tokens, with {', '.join(shares)} of "
         + ("a layer's FLOPs" if by_flops else "the time of a whole sequence")
@@ -236,25 +218,25 @@ def _slices_line(config: Config, layout: Layout) -> str:
 
 
 def _context_lines(units: Units, speeds: Speeds) -> list[str]:
-    """How positions are split and attended to, and what that makes of a step's operations."""
+    """Return lines on the split of positions, on attention, and on the FLOPs of operations."""
     config, layout = units.config, units.layout
     split, context = layout.split, config.context
     parts = [f"{layout.local_length:,} of {config.train.sequence_length:,} positions per rank"]
     if split.ulysses > 1:
-        parts.append(f"heads over {split.ulysses} ranks ({context.ranks})")
+        parts.append(f"heads over {split.ulysses} ranks ({context.rank_order})")
     if split.ring > 1:
         travels = "queries" if layout.context.turned else "keys"
-        back = f", {travels} travel back" if context.plan in TURNED else ""
-        parts.append(f"{context.plan} of {split.ring}, {context.order}{back}")
+        back = f", the backward circulates {travels}" if context.algorithm in TURNED else ""
+        parts.append(f"{context.algorithm} of {split.ring}, {context.position_split}{back}")
     scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
     stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
-    parts.append(f"stored scores of a layer: 0 B, where s^2 / n would be {size_text(stored)}")
+    parts.append(f"scores are not stored (they would take {size_text(stored)} per layer)")
     F, I, W = (  # noqa: E741
         sum(units.flops(stage, what) for stage in range(layout.stages)) for what in SPLIT
     )
     return [
         f"context       {'; '.join(parts)}",
-        *_way_lines(config, layout, speeds),
+        *_attention_lines(config, layout, speeds),
         (
             f"operations    F : I : W = 1 : {I / F:.2f} : {W / F:.2f} by FLOPs of kernels "
             f"(scripts/schedule.py --cost F=1,I={I / F:.2f},W={W / F:.2f})"
@@ -262,57 +244,45 @@ def _context_lines(units: Units, speeds: Speeds) -> list[str]:
     ]
 
 
-def _way_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
-    """The chosen way to attend, as ``scripts/context.py compare`` has it."""
+def _attention_lines(config: Config, layout: Layout, speeds: Speeds) -> Iterator[str]:
+    """Yield a line on the configured attention, with the headings and values of
+    ``scripts/context.py compare``."""
     if layout.model.kernel_needs.attention is None:
         return
     known = speeds.tflops is not None
-    cells = row(cost_of(config, speeds) if known else way_of(config))
-    of = "a layer and micro-batch" + (" that is not cut" if layout.schedule.slices > 1 else "")
-    told = ", ".join(f"{heading} {cell}" for heading, cell in cells.items() if cell != "-")
-    yield f"attention     of {of}: {told}{'' if known else '; its time is not known'}"
+    cells = row(cost_of(config, speeds) if known else option_of(config))
+    of = "a layer and micro-batch" + (" without slices" if layout.schedule.slices > 1 else "")
+    values = ", ".join(f"{heading} {cell}" for heading, cell in cells.items() if cell != "-")
+    yield f"attention     of {of}: {values}{'' if known else '; its time is not known'}"
 
 
 def _expert_lines(
     config: Config, layout: Layout, exchanges: Iterable[Iterable[CollectiveTraffic]]
 ) -> list[str]:
-    """Bytes that copies of experts take in a step, of the `exchanges` of each process, and experts
-    that move when they do."""
+    """Return lines on the bytes sent for expert replicas in a step, and for experts that move to
+    other owners. `exchanges`: the step's traffic of each process."""
     lines, ranks = [], range(layout.pipeline_processes)
-    sent = _most(exchanges, attrgetter("what"))
+    sent = most_sent(exchanges, attrgetter("what"))
     if REPLICA_TRAFFIC[0] in sent:
         weights, gradients = (size_text(sent[what]) for what in REPLICA_TRAFFIC)
         lines.append(
-            f"copies        of these in each step {weights} of weights of experts and {gradients} "
-            "of their gradients, with all slots full; other copies take no more"
+            f"replicas      included above: {weights} of expert weights and {gradients} of their "
+            "gradients, with all slots full; a change of replicas sends nothing more"
         )
-    if moved := _most_by_axis(migration_traffic(config, layout, rank) for rank in ranks):
-        every = count_noun(config.experts.replan, "step")
-        lines.append(f"owners        beside these at most once in {every}, of all experts: {moved}")
+    moved = (migration_traffic(config, layout, rank) for rank in ranks)
+    if by_axis := _by_axis(most_sent(moved, attrgetter("axis"))):
+        every = count_noun(config.experts.rebalance_every, "step")
+        lines.append(f"owners        in addition, once in {every}, if all experts move: {by_axis}")
     return lines
 
 
-def _most_by_axis(of_ranks: Iterable[Iterable[CollectiveTraffic]]) -> str:
-    """Bytes that a process sends at most, by axis, as text."""
-    sizes = sorted(_most(of_ranks, attrgetter("axis")).items())
-    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sizes)
-
-
-def _most(
-    of_ranks: Iterable[Iterable[CollectiveTraffic]], name: Callable[[CollectiveTraffic], str]
-) -> dict[str, Fraction]:
-    """Bytes that a process sends at most, by the name of exchanges."""
-    most: dict[str, Fraction] = {}
-    for exchanges in of_ranks:
-        sent: dict[str, Fraction] = defaultdict(Fraction)
-        for exchange in exchanges:
-            sent[name(exchange)] += exchange.wire
-        most |= {key: max(size, most.get(key, size)) for key, size in sent.items()}
-    return most
+def _by_axis(sizes: Mapping[str, Fraction]) -> str:
+    """Format bytes by axis; empty if there are none."""
+    return ", ".join(f"{axis} {size_text(size)}" for axis, size in sorted(sizes.items()))
 
 
 def _sent(config: Config, layout: Layout) -> int:
-    """Bytes of hidden states and their gradients in a step of the whole job."""
+    """Return the bytes of all pipeline messages of the job in a step."""
     sent = (pipeline_messages(config, layout, rank) for rank in range(layout.pp))
     return sum(each.bytes for own in sent for each in own) * layout.tp * layout.dp_cp
 
@@ -342,12 +312,13 @@ def _stage_lines(config: Config, layout: Layout, schedule: Schedule) -> list[str
         *lines,
         f"layers add up: {'+'.join(map(str, counts))} = {sum(counts)} of {model.layers}",
         *([_balance_line(config, layout)] if layout.stages > 1 else []),
-        f"the same stages: pipeline.layout={format_layout(layout.stage_layers)!r}",
+        f"as a setting: pipeline.stage_layout={format_layout(layout.stage_layers)!r}",
     ]
 
 
 def _balance_line(config: Config, layout: Layout) -> str:
-    """How even the ranks' work is, and how even it would be with equally many layers per stage."""
+    """Return a line on how even the ranks' work is, and how even it would be with equal layer
+    counts."""
     F, B, _, _, R, *_ = layout.cost.table(layout.stages)
     chosen = _excess(layout, [sum(each) for each in zip(F, B, R, strict=True)])
     model, stages = layout.model, layout.stages
@@ -360,15 +331,15 @@ def _balance_line(config: Config, layout: Layout) -> str:
         layers,
         ends=model.has_embedding_and_head,
     )
-    again = layout.schedule.recompute
-    spans = block_policies(config.activations, specs, again)
-    work = stage_work(model, specs, spans, again)
+    recompute = layout.schedule.recompute
+    spans = block_policies(config.activations, specs, recompute)
+    work = stage_work(model, specs, spans, recompute)
     even = _excess(layout, [sum(each) for each in work])
     return f"balance       {chosen} above the mean; with layers split evenly {even}"
 
 
 def _excess(layout: Layout, work: Sequence[Time]) -> str:
-    """By how much the busiest rank and the slowest stage are above the mean."""
+    """Return by how much the busiest rank and the slowest stage exceed the mean work."""
     loads = rank_loads(layout.schedule.placement, work)
     rank, stage = (max(each) * len(each) / sum(each) - 1 for each in (loads, work))
     return f"busiest rank {float(rank):.1%}, slowest stage {float(stage):.1%}"
@@ -378,14 +349,14 @@ def _schedule_lines(
     config: Config, layout: Layout, speeds: Speeds, timeline: Timeline
 ) -> list[str]:
     schedule = layout.run_schedule
-    begins = ", with which auto begins" if config.pipeline.schedule == "auto" else ""
+    begins = " (where auto begins)" if config.pipeline.schedule == "auto" else ""
     operations = sum(map(len, schedule.ops))
     name = f"schedule {schedule.name}{begins}: {operations:,} operations, proved executable"
     unit = "in seconds, as assumed above"
     if speeds.tflops is None:
         unit = "with the FLOPs of each stage, 1 being a layer's forward"
     elif layout.in_process:
-        unit += ", as if each rank had a process of its own"
+        unit += ", as if each rank were a process"
     held = ", ".join(map(str, peak_held(schedule)))
     first = config.pipeline.synchronous_steps
     lines = [
@@ -396,17 +367,17 @@ def _schedule_lines(
             else ()
         ),
         *(_tied_lines(layout) if layout.tied_embedding_is_linked else ()),
-        *([f"the first steps are synchronous: {first}"] if first is not None else ()),
-        f"activations held at most, in micro-batches of a full rank, per rank: {held}",
+        *([f"synchronous steps at the start: {first}"] if first is not None else ()),
+        f"maximum activations per rank, in micro-batches x 1/{layout.pp} of the model: {held}",
     ]
     copies = max(weight_replicas(schedule))
     if copies > 1 and not layout.in_process:
-        lines.append(f"weights held {copies} times")
+        lines.append(f"maximum weights per rank, in 1/{layout.pp} of the model: {copies}")
     return [*lines, draw(timeline, width=min(100, columns()))]
 
 
 def _stream_lines(stream: AsyncSchedule, schedule: Schedule) -> list[str]:
-    """How stale weights are, and how many versions are kept, by stage."""
+    """Return lines on staleness and the number of weight versions, per stage."""
     ledger, kept, predicted = (
         staleness(schedule),
         versions_kept(stream),
@@ -420,15 +391,15 @@ def _stream_lines(stream: AsyncSchedule, schedule: Schedule) -> list[str]:
     )
     counts = ", ".join(str(kept[stage] + predicted.get(stage, 0)) for stage in sorted(kept))
     return [
-        f"{stream.windows_of(schedule)} steps of it, which never flushes, are drawn",
-        f"weights a forward reads are behind, in updates on average, per stage: {behind}",
-        f"weights kept, predicted and moved back ones included, per stage: {counts}",
-        *([f"one more state, the velocity of the weights, at stages {moving}"] if moving else ()),
+        f"{stream.windows_of(schedule)} update windows are drawn; the schedule never flushes",
+        f"mean staleness of a forward's weights, in updates, per stage: {behind}",
+        f"weight versions per stage, including predicted and estimated older ones: {counts}",
+        *([f"additional state at stages {moving}: velocity of the weights"] if moving else ()),
     ]
 
 
 def _tied_lines(layout: Layout) -> list[str]:
-    """Who updates a tied embedding whose stages have buckets of their own."""
+    """Return a line on the stage that updates a tied embedding with separate buckets."""
     if not any(spec.tied for spec in layout.model.parameters(layout.stage_layers[0])):
         return []
     return ["the tied embedding is updated on the first stage, which sends it to the last"]

@@ -1,4 +1,4 @@
-"""Results of operations on torch's meta device, kept by the shapes that they follow from."""
+"""A cache of operations' results on torch's meta device, by the shapes of their arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.ops.storages import tensors_in
+from megapipe.ops.live_storages import tensors_in
 
 _SCALARS = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _allocate = torch.ops.aten.empty_strided.default
 
 
 class _New(NamedTuple):
-    """A tensor that is alone in its storage."""
+    """Description of a new tensor that shares its storage with no other tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,7 +31,7 @@ class _New(NamedTuple):
 
 
 class _Several(NamedTuple):
-    """A tuple of results. Some may be numbers or None."""
+    """Description of a tuple of results: new tensors, numbers or None."""
 
     each: tuple[_New | int | None, ...]
 
@@ -40,12 +40,12 @@ class _Several(NamedTuple):
 
 
 class Results:
-    """Calls operations, each kind of call once.
+    """Caller of operations on the meta device that makes each kind of call only once.
 
-    torch works shapes out in Python for many operations, which takes most of the time of a run
-    without values. A call is of the kind of another where its tensors have the same shapes, strides
-    and types and all else is equal. Where that one has returned new tensors, their like is returned
-    without calling, and where it has filled one that it was given, that one.
+    A run without values spends most of its time computing shapes in Python. Two calls are of one
+    kind if their tensors have the same shapes, strides and types and all other arguments are equal.
+    If the first call returned new tensors, later calls return tensors of the same form; if it
+    returned an argument that it had filled, they return that argument.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Results:
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
     ) -> Any:
-        """Return the results of `function`, an operation of torch or what stands in for one;
-        `given` are the tensors among its arguments."""
+        """Return the results of `function`, a torch operation or its stand-in; `inputs` are the
+        tensors among its arguments."""
         if function in self._views:
             return function(*args, **kwargs)
         try:
@@ -69,24 +69,24 @@ class Results:
             return function(*args, **kwargs)
         found = self._found.get(key)
         if isinstance(found, int):
-            return given[found]
+            return inputs[found]
         if found is not None:
             return found.make()
-        before = [_New.like(tensor) for tensor in given]
+        before = [_New.like(tensor) for tensor in inputs]
         out = function(*args, **kwargs)
-        self._keep(key, out, given, before)
+        self._keep(key, out, inputs, before)
         return out
 
     def _keep(
-        self, key: tuple[Any, ...], out: Any, given: Sequence[Tensor], before: Sequence[_New]
+        self, key: tuple[Any, ...], out: Any, inputs: Sequence[Tensor], before: Sequence[_New]
     ) -> None:
-        """Note what came of a call."""
-        for place, (tensor, form) in enumerate(zip(given, before, strict=True)):
+        """Cache the result of a call, or remember that the function returns views."""
+        for index, (tensor, form) in enumerate(zip(inputs, before, strict=True)):
             if out is tensor:
                 if _New.like(tensor) == form and not _changes_shapes(key[0]):
-                    self._found[key] = place
+                    self._found[key] = index
                 return
-        seen = {tensor.untyped_storage()._cdata for tensor in given}
+        seen = {tensor.untyped_storage()._cdata for tensor in inputs}
         if any(tensor.untyped_storage()._cdata in seen for tensor in tensors_in(out)):
             self._views.add(key[0])
         elif isinstance(out, Tensor) and _is_alone(out):
@@ -99,7 +99,8 @@ class Results:
 
 
 def _kind(value: Any) -> object:
-    """Return what results can depend on; raises TypeError where that may be more."""
+    """Return a hashable description of an argument; results may depend only on this description.
+    Raise TypeError for an argument of an unknown type."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError
@@ -120,7 +121,7 @@ def _is_known(result: Any) -> bool:
 
 
 def _is_alone(result: Any) -> bool:
-    """Whether a result is a tensor on the meta device that fills its storage."""
+    """Whether a result is a meta tensor that fills its whole storage."""
     if type(result) is not Tensor or not result.is_meta or result.storage_offset():
         return False
     whole = _New.like(result).make().untyped_storage().size()

@@ -1,7 +1,7 @@
-"""A stage of a layout, run on torch's meta device: what it allocates, computes and sends.
+"""Runs stages on torch's meta device, to measure what they allocate, compute and send.
 
-The very modules, engine and collectives of a training run, with tensors that have no values, on a
-mesh of which no other rank exists. Experts are chosen in turn, so that all get equally many rows.
+Modules, engine and collectives are those of a training run. Tensors have no values, and the mesh
+has no other processes. Tokens choose experts in turn, so experts get equally many rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megapipe.util.user_code import FAILURES
 
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _Walked = list[dict[Operation, tuple[Segment, ...]]]
-"""Segments of the operations of each slice."""
+"""Segments of each operation, for each slice of the sequences."""
 _META = torch.device("meta")
 
 
@@ -71,11 +71,11 @@ def measure(
     imbalance: Fraction | None = None,
     shorten: bool = True,
 ) -> list[Unit]:
-    """Run a stage on one micro-batch, one unit for each slice of its sequences.
+    """Run a stage on one micro-batch; return the costs of each slice of its sequences.
 
-    `rows` samples, by default a whole micro-batch. `at`: the rank of a pipeline index that runs it,
-    by default the first. `kernels`: by default those of the layout's device. The experts of this
-    rank get `imbalance` times the mean rows of a rank. Without `shorten` all of its layers run.
+    `rows`: number of samples; default: a whole micro-batch. `at`: mesh coordinates of the rank;
+    default: the first rank. `kernels`: by default those of the layout's device. `imbalance`: rows
+    of the rank's experts relative to the mean. Unless `shorten`, every layer of the stage runs.
     """
     part = part_of(layout, stage)
     kinds = [layout.model.kind(layer) for layer in range(layout.model.layers)]
@@ -98,14 +98,14 @@ def run_part(
     imbalance: Fraction | None = None,
     results: Results | None = None,
 ) -> Measured:
-    """Run a part of a stage as :func:`measure` runs a stage. `results` of other runs are used, and
-    added to."""
+    """Run some layers of a stage, with the arguments of :func:`measure`. `results`: cache of
+    operations' results, which the run uses and extends."""
     at, results = at or MeshCoordinates(0, 0, 0, 0), results or Results()
     return _Run(config, layout, part, rows, at, kernels, imbalance, results).measured()
 
 
 class _Run:
-    """A stage of a layout on the meta device."""
+    """Runner of some layers of a stage on the meta device."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Run:
     ) -> None:
         self.config, self.layout, self.part, self.rows = config, layout, part, rows
         self.document = config.train.sequence_length
-        """Positions of each document."""
+        """Length of each document, in positions."""
         grid = _grid(layout)
         backend = config.parallel.backend
         if backend == "auto":
@@ -136,7 +136,7 @@ class _Run:
         with _META:
             sharding = make_sharding(config, self.mesh, kernels)
             self.module = _built(layout.model.build(part.spec, sharding))
-            if config.train.loss is not None:
+            if config.train.loss_function is not None:
                 own: Any = self.module
                 own.loss = _WithoutValues(own.loss)
             _fill_slots(config, self.module)
@@ -149,7 +149,8 @@ class _Run:
         self._mark_layers()
 
     def measured(self) -> Measured:
-        """Run it twice, after a forward for what stays, such as tables of positions."""
+        """Run F, I, W, and then F, B. A forward before them creates tensors that stay in memory,
+        e.g. position tables."""
         with _META, fused_attention():
             self._walk(backward=False)
             self.trace.know(_lasting(self.module))
@@ -167,20 +168,18 @@ class _Run:
         return Measured(slices=tuple(found), compiled=self.config.kernels.compile)
 
     def _mark_layers(self) -> None:
-        """Tell the trace which weights and main gradients are of which layer."""
+        """Tell the trace to which layer each weight and main gradient belongs."""
         model, spec = self.layout.model, self.part.spec
-        places = [
-            (layer, StageSpec(False, range(layer, layer + 1), False)) for layer in spec.layers
-        ]
-        places.append((model.layers, replace(spec, layers=range(0))))
-        of = {each.name: layer for layer, stage in places for each in model.parameters(stage)}
+        specs = [(layer, StageSpec(False, range(layer, layer + 1), False)) for layer in spec.layers]
+        specs.append((model.layers, replace(spec, layers=range(0))))
+        of = {each.name: layer for layer, stage in specs for each in model.parameters(stage)}
         for parameter in self.module.parameters():
             own = spec_of(parameter)
             tensors = [parameter.data] if own.frozen else [parameter.data, main_grad(parameter)]
             self.trace.belong(of[own.name], tensors)
 
     def _walk(self, *, fused: bool = False, backward: bool = True) -> _Walked:
-        """Run F of all slices, then the backward of each in descending order."""
+        """Run F of all slices, then B (`fused`) or I and W of each slice in descending order."""
         stage, trace, part = self.stage, self.trace, self.part
         lengths = self.layout.local_lengths
         stage.begin(train=True)
@@ -211,7 +210,7 @@ class _Run:
     def _operation(
         self, found: dict[Operation, tuple[Segment, ...]], what: Operation
     ) -> Iterator[None]:
-        """Trace an operation."""
+        """Trace what runs within the context as operation `what`."""
         self.trace.begin()
         with self.trace:
             yield
@@ -244,28 +243,28 @@ class _Run:
             start += length
 
     def _documents(self, length: int) -> Documents | None:
-        """Documents of a sequence, of its positions so far, those on other ranks included."""
+        """Return the documents of a sequence up to position `length`, on all cp ranks."""
         if not self.config.data.masks_documents:
             return None
         ids = torch.arange(length, device="cpu") // self.document
         return Documents(ids.expand(self.rows, length).contiguous(), _META)
 
     def _packed_best(self) -> int:
-        """Choose a length of documents of which one call takes all of a block, with the most that
-        it sets aside."""
+        """Return the shortest document length for which one packed kernel call takes all documents:
+        such a call has the most padding."""
         positions = self.layout.local_length * self.layout.split.ulysses
         return max(1, positions * self.rows // most_together(positions, self.rows))
 
     def _before(self) -> StageSpec | None:
-        """All that comes before the part; None at the model's input."""
+        """Return the layers before the part as a stage; None at the model's input."""
         spec, model = self.part.spec, self.layout.model
         if spec.embedding or not (spec.layers.start or model.has_embedding_and_head):
             return None
         return StageSpec(model.has_embedding_and_head, range(spec.layers.start), head=False)
 
     def _message(self, spec: StageSpec | None, length: int, *, gradient: bool = False) -> _Shapes:
-        """Shapes and types of what units send to those after them, or of its gradient; none beyond
-        the ends."""
+        """Return shapes and types of the message after the layers `spec`, or of its gradient; () at
+        the model's input and output."""
         model = self.layout.model
         if (
             spec is None
@@ -278,7 +277,7 @@ class _Run:
         return tuple((each.shape, getattr(torch, each.dtype)) for each in sent)
 
     def _received(self, shapes: _Shapes) -> Message:
-        """Allocate a message that has just come in."""
+        """Allocate a message, as a receive does."""
         tensors = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)
         if not self.layout.sends_tuples:
             return tensors[0] if tensors else None
@@ -310,7 +309,7 @@ class _Run:
 
 
 def _grid(layout: Layout) -> Grid:
-    """The ranks of a pipeline index."""
+    """Return the grid of the ranks that share a pipeline index."""
     return Grid(
         pp=1,
         dp=layout.dp,
@@ -323,7 +322,7 @@ def _grid(layout: Layout) -> Grid:
 
 
 def _built(module: StageModule) -> StageModule:
-    """Give the parameters of a stage main gradients, but for frozen ones."""
+    """Allocate main gradients for the parameters of a stage, except frozen ones."""
     for parameter in module.parameters():
         parameter.requires_grad_(not spec_of(parameter).frozen)
         if parameter.requires_grad:
@@ -333,8 +332,8 @@ def _built(module: StageModule) -> StageModule:
 
 
 class _WithoutValues:
-    """A user-defined loss; the sum of what it is given where it fails without values, as then only
-    a run knows what it keeps."""
+    """A user-defined loss, or the sum of its inputs if it fails without values. In the second case
+    only a real run shows what the loss saves."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -343,18 +342,18 @@ class _WithoutValues:
         try:
             return self.loss(output, labels, mask)
         except FAILURES:
-            given = (each for each in tree_leaves(output) if each.is_floating_point())
-            return torch.stack([each.sum() for each in given]).sum()
+            tensors = (each for each in tree_leaves(output) if each.is_floating_point())
+            return torch.stack([each.sum() for each in tensors]).sum()
 
 
 def _fill_slots(config: Config, module: StageModule) -> None:
-    """Give layers with experts places, with a copy in each slot, where experts move."""
-    for places in attach_expert_replicas(config, {0: module}).get(0, ()):
-        places.set_map(places.map.filled())
+    """Attach expert slots to MoE layers, with a replica in each slot, if experts can move."""
+    for replicas in attach_expert_replicas(config, {0: module}).get(0, ()):
+        replicas.set_map(replicas.map.filled())
 
 
 def _lasting(module: Any) -> Iterator[Tensor]:
-    """Yield tensors that are there without a micro-batch."""
+    """Yield the tensors that exist between micro-batches."""
     for parameter in module.parameters():
         yield parameter.data
         if not spec_of(parameter).frozen:
@@ -363,12 +362,12 @@ def _lasting(module: Any) -> Iterator[Tensor]:
     if hasattr(module, "constants"):
         yield from module.constants()
     for layer in expert_layers(module):
-        if layer.places is not None:
-            yield from layer.places.tensors()
+        if layer.replicas is not None:
+            yield from layer.replicas.tensors()
 
 
 def _most(one: _Walked, other: _Walked) -> _Walked:
-    """Take the segments of one walk, with the higher peaks of both."""
+    """Return the segments of `one`, with the higher peak of both walks in each."""
     return [
         {
             what: tuple(
@@ -388,11 +387,10 @@ def _given(mb: MicroBatch) -> Iterator[Tensor]:
 
 
 class _EvenCounts:
-    """Counts rows as :func:`count_rows` would where tokens choose the experts of a layer in turn;
-    those of this rank get `imbalance` times as many, without it as many as their capacity allows,
-    where they have one. They are known to the host, which has nothing to wait for. All go to the
-    ranks that own the experts, and none to copies.
-    """
+    """Replacement of :func:`count_rows` for tokens that choose the experts of a layer in turn. This
+    rank's experts get `imbalance` times the mean rows. If `imbalance` is None, they get as many
+    rows as their capacity allows, or without a capacity the mean. The host knows the counts without
+    waiting. All rows go to the owners, none to replicas."""
 
     def __init__(
         self, layer: RoutedExperts, rows: int, length: int, imbalance: Fraction | None
@@ -400,28 +398,28 @@ class _EvenCounts:
         self.layer, self.rows, self.length = layer, rows, length
         self.more = imbalance
 
-    def __call__(self, choice: Tensor, places: int, ep: Axis) -> ExpertCounts:
-        counted = count_rows(choice, places, ep)
+    def __call__(self, choice: Tensor, slots: int, ep: Axis) -> ExpertCounts:
+        counted = count_rows(choice, slots, ep)
         ranks = max(1, ep.size // self.layer.dispatcher.etp)
-        experts, on_each = self.layer.routing.experts, places // ranks
+        experts, on_each = self.layer.routing.experts, slots // ranks
         owned = experts // ranks
-        all_own = Fraction(choice.numel(), max(owned, choice.shape[-1]))  # each once by a token
+        all_own = Fraction(choice.numel(), max(owned, choice.shape[-1]))  # a token's choices differ
         more = 1 if self.more is None or ranks == 1 else self.more
         of_own = min(Fraction(choice.numel()) * more / experts, all_own)
         if self.more is None and self.layer.routing.expert_capacity(self.length) is not None:
             of_own = all_own
         others = (choice.numel() - of_own * owned) / max(1, experts - owned)
         known, before = [], Fraction(0)
-        for place in range(places):
-            rank, number = divmod(place, on_each)
+        for slot in range(slots):
+            rank, number = divmod(slot, on_each)
             own = rank == ep.index // self.layer.dispatcher.etp
             after = before + (of_own if own else others) * (number < owned)
-            known.append(self._bounded(ceil(after) - ceil(before)))  # whole rows, that add up
+            known.append(self._bounded(ceil(after) - ceil(before)))  # whole rows with the right sum
             before = after
         return ExpertCounts([known] * ep.size, counted.on_device)
 
     def _bounded(self, rows: int) -> int:
-        """Rows of an expert as far as it takes them."""
+        """Limit the rows of an expert to its capacity."""
         most = self.layer.routing.expert_capacity(self.length)
         if most is None:
             return rows

@@ -1,8 +1,8 @@
-"""Operations of a stage by its layers: what is measured of three equal layers tells that of many.
+"""Segments of operations, one per layer: three equal layers are measured for any number.
 
-An operation is cut where it first takes a weight of another layer. Between two such cuts the same
-happens for equal layers, but for the first and the last of them, beside which something else is.
-So a stage is measured with three layers of a kind in a row, and the middle one stands for the rest.
+A new segment of an operation begins at the first use of another layer's weight. Segments of equal
+layers are equal, except for the first and the last of these layers, which have other neighbours. So
+of many equal layers in a row three are measured, and the middle one counts for the rest.
 """
 
 from __future__ import annotations
@@ -14,83 +14,83 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megapipe.layers.policy import BlockSpan
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import StageSpec
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
 KEPT = 3
-"""Periods that are measured where there are more."""
+"""Number of measured repetitions of a layer pattern that repeats more often."""
 LONGEST = 8
-"""Most layers, or spans that rerun together, of a pattern that is found to repeat."""
+"""Maximum number of layers in a repeating pattern; layers recomputed together count as one."""
 
 
 class Segment(BaseModel):
-    """Changes and calls until an operation first takes a weight of another layer."""
+    """The part of an operation between the first uses of two layers' weights."""
 
     model_config = ConfigDict(frozen=True)
 
     layer: int | None
-    """The layer whose weight was taken first; None before any."""
+    """Layer whose weight begins the segment; None for the segment before any weight."""
     peak: int
-    """The most bytes on the device above those at its begin."""
+    """Peak bytes on the device minus the bytes when the segment begins."""
     device: int
-    """Change of the bytes on the device, up to its end."""
+    """Bytes on the device when the segment ends minus the bytes when it begins."""
     host: int
-    """The same of bytes in host memory."""
+    """Bytes in host memory when the segment ends minus the bytes when it begins."""
     cached: int
-    """The part of `device` that a micro-batch's slices share."""
+    """Part of `device` in the cache that a micro-batch's slices share."""
     calls: tuple[Kernel | Transfer, ...]
 
 
 class Slice(BaseModel):
-    """Segments of one slice of sequences, or of whole ones."""
+    """Segments of all operations on one slice of the sequences, or on whole sequences."""
 
     model_config = ConfigDict(frozen=True)
 
     passes: Mapping[Operation, tuple[Segment, ...]]
-    """Segments of each operation."""
+    """Segments by operation."""
     gradient: int
-    """Bytes of the gradient that it receives."""
+    """Bytes of the gradient that the backward receives."""
 
 
 class Measured(BaseModel):
-    """Segments of all slices of a part of a model."""
+    """Segments of some layers of a model, by slice."""
 
     model_config = ConfigDict(frozen=True)
 
     slices: tuple[Slice, ...]
     compiled: bool
-    """A run compiles its blocks, which are measured without."""
+    """Whether a run compiles the blocks; they are measured uncompiled."""
 
 
 _Passes = Mapping[Operation, Sequence[Segment]]
 
 
 class Part(NamedTuple):
-    """Some units of the model that one stage has."""
+    """Consecutive layers of the model within one stage."""
 
     spec: StageSpec
     spans: Sequence[BlockSpan]
     recompute: bool
-    """The stage is recomputed as a whole."""
+    """Whether the stage is recomputed as a whole."""
 
 
 def part_of(layout: Layout, stage: int) -> Part:
-    """Return the units of the model that a stage of a layout has."""
+    """Return the layers of a stage with their recomputation."""
     spec, spans = layout.stage_layers[stage], layout.block_policies[stage]
     return Part(spec, spans, stage in layout.schedule.recompute)
 
 
 class Short(NamedTuple):
-    """A part with at most three equal layers in a row, and what stands for more."""
+    """A part of a model in which more than three equal layers in a row are replaced by three."""
 
     part: Part
     repeats: tuple[tuple[range, int], ...]
-    """Layers of `part`, and how often they are there in the place of once."""
+    """Ranges of layers in `part`, each with the number of times that it counts."""
 
     def expand(self, segments: Sequence[Segment]) -> Iterator[Segment]:
-        """Yield the segments of the part that this one stands for."""
+        """Yield the segments of the original part, from `segments` of the shortened one."""
         start = 0
         while start < len(segments):
             layer = segments[start].layer
@@ -104,15 +104,15 @@ class Short(NamedTuple):
 
 
 class _Together(NamedTuple):
-    """Layers that are measured as one: a single one, or those that rerun together."""
+    """A single layer, or several layers that are recomputed together."""
 
     kinds: tuple[Hashable, ...]
     span: BlockSpan
 
 
 def shortened(part: Part, kinds: Sequence[Hashable]) -> Short:
-    """Shorten a part of a model, `kinds` of whose layers are equal where these are alike, and take
-    the first layers of the model that are like its own."""
+    """Shorten a part of a model; layers are equal if their `kinds` are. The shortened part consists
+    of the first layers of the model with the same sequence of kinds."""
     own = list(_together(part, kinds))
     kept, repeats, start = list[_Together](), list[tuple[range, int]](), 0
     while start < len(own):
@@ -149,7 +149,8 @@ def _together(part: Part, kinds: Sequence[Hashable]) -> Iterator[_Together]:
 
 
 def _repetition(own: Sequence[_Together]) -> tuple[int, int]:
-    """Find how many make a pattern, and how often that comes in a row: most of them all."""
+    """Find the pattern, from the first layer on, whose repetitions cover the most layers. Return
+    its length and the number of repetitions."""
 
     def times(period: int) -> int:
         count = 1
@@ -163,7 +164,7 @@ def _repetition(own: Sequence[_Together]) -> tuple[int, int]:
 
 
 def _spans(kept: Sequence[_Together]) -> tuple[BlockSpan, ...]:
-    """Join neighbours that do not rerun together."""
+    """Join neighbouring layers of the same policy, unless they are recomputed together."""
     spans: list[BlockSpan] = []
     for each in kept:
         policy = each.span.policy
@@ -175,7 +176,7 @@ def _spans(kept: Sequence[_Together]) -> tuple[BlockSpan, ...]:
 
 
 def units_of(measured: Measured, short: Short) -> list[Unit]:
-    """Add up the segments of each slice of a part."""
+    """Sum the segments of each slice to costs of the original part."""
     whole = [
         {what: tuple(short.expand(segments)) for what, segments in each.passes.items()}
         for each in measured.slices
@@ -190,7 +191,7 @@ def units_of(measured: Measured, short: Short) -> list[Unit]:
 
 
 def _unit(passes: _Passes, gradient: int, cached: tuple[int, int]) -> Unit:
-    """Make a unit without what stays after W until the step ends: figures of routing, losses."""
+    """Sum up one slice, without routing statistics and losses, which stay until the step ends."""
     kept = _sum(passes["F"], "device") - _sum(passes["F"], "cached")
     held = kept + _sum(passes.get("R", ()), "device")
     queued = held + _sum(passes["I"], "device") - _sum(passes["I"], "cached")

@@ -1,21 +1,21 @@
 """Bytes on the wire: what a process sends in one training step, counted before it exists.
 
-:func:`step_traffic` lists every collective of a step, by the mesh axis over which it runs. Two
-conventions of bytes:
+:func:`step_traffic` lists every collective of a step, by the mesh axis over which it runs. Bytes
+are counted in two ways:
 
 - :attr:`CollectiveTraffic.bytes` is the size of the whole tensor: the input of an all-reduce, a
   reduce-scatter or an all-to-all, the output of an all-gather, a message;
 - :attr:`CollectiveTraffic.wire` is what the process itself sends in a ring of n members: (n-1)/n of
-`bytes`   for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, all of a message
-and of   copies of experts.
+  `bytes` for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, and all of it
+  for a message or expert replicas.
 
-What stages exchange over tp, cp and ep is that of a run of theirs (:mod:`megapipe.plan.run`), in
-the operation that exchanges it: what is run again in I, B or R counts there.
-Gradients are reduced and weights gathered once per step, with ZeRO-2 and 3 (1910.02054) after each
-run of weight gradients and before each run of uses. The pipeline sends x and its gradient, or
-shares of them that are gathered on arrival (:mod:`megapipe.layout.links`). Traffic of optimizers
-that need norms or matrices of whole parameters (LARS, LAMB, Muon) and of ``pipeline.debug`` is not
-counted.
+Traffic of stages over tp, cp and ep is measured by running them (:mod:`megapipe.plan.run`). It
+counts for the operation that sends it, so recomputation counts for I, B or R. Gradients are reduced
+and weights gathered once per step. ZeRO-2 and 3 (1910.02054) reduce after each series of weight
+gradients, ZeRO-3 gathers before each series of uses. Pipeline messages are x and its gradient, or
+shards of them that are gathered on arrival (:mod:`megapipe.layout.p2p`). Not counted: traffic of
+optimizers that need norms or matrices of whole parameters (LARS, LAMB, Muon), and of
+``pipeline.debug``.
 """
 
 from collections import Counter
@@ -26,57 +26,56 @@ from itertools import groupby, pairwise
 from math import prod
 
 from megapipe.config.config import Config
-from megapipe.distributed.shares import shard_length
+from megapipe.distributed.shard_length import shard_length
 from megapipe.layout.buckets import BucketGroup, BucketPlan, process_buckets
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import bytes_of
-from megapipe.plan.replicas import gathers_of, reductions_of, replica_actions
+from megapipe.plan.dp_actions import gathers_of, reductions_of, replica_actions
 from megapipe.plan.unit import OPERATIONS, Operation, Transfer, Unit, on_the_wire
 from megapipe.plan.units import Units
 from megapipe.schedule.op_types import op_types
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
-REPLICA_TRAFFIC = ("copies", "gradients of copies")
-"""Exchanges of experts that ranks have copies of: weights, and gradients."""
+REPLICA_TRAFFIC = ("weights of replicas", "gradients of replicas")
+"""Purposes (`what`) of the traffic of expert replicas: weights, and gradients."""
 
 SCALAR = 8
-"""Counts, losses and norms are summed in fp64."""
+"""Bytes of a count, loss or norm, which are summed in fp64."""
 
 _OTHER_TOTALS = 8
-"""Numbers in the totals beside squared norms: loss, tokens, requests to stop, save and finish a
-save, whether states are finite, tokens of the next step, memory."""
+"""Number of scalars in the totals besides squared norms: loss, tokens, requests to stop, save and
+finish a save, whether states are finite, tokens of the next step, memory."""
 
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """All collectives of one kind, purpose and axis that a process enters in a step."""
+    """All collectives of one kind, purpose and axis that a process takes part in during a step."""
 
     axis: str
-    """pp, dp, that of a :class:`Transfer`, or the holders of a bucket: dp x pipeline indices, as in
-    dp*pp[0,3]."""
+    """Name of the axis: pp, dp, an axis of a :class:`Transfer`, or a bucket's replicas at several
+    pipeline indices, as in dp*pp[0,3]."""
     collective: str
     what: str
-    """Purpose; of what stages exchange, the operation that does it: F, R, I, W or B."""
+    """Purpose; for traffic within stages it is the operation that sends: F, R, I, W or B."""
     count: int
     bytes: int
     members: int
     whole: bool = True
-    """A part of `bytes` is for the process itself."""
+    """Whether `bytes` include a part that the process keeps."""
 
     @property
     def wire(self) -> Fraction:
-        """Bytes that the process sends in a step under a ring."""
+        """Bytes that the process itself sends in a step, with ring algorithms."""
         if not self.whole:
             return Fraction(self.bytes)
         return on_the_wire(self.collective, self.bytes, self.members)
 
 
 def step_traffic(units: Units, rank: int, index: int | None = None) -> list[CollectiveTraffic]:
-    """Collectives and messages of each process at pipeline index `rank` in a training step.
+    """Return the collectives and messages of a process at pipeline index `rank` in a training step.
 
-    All dp, cp and tp indices exchange alike, but for what those of cp send while they attend: then
-    it is the one of `index`, by default the one that sends most. Groups of one exchange nothing and
-    are left out.
+    Processes of a pipeline index send equally much, except in attention over cp. `index`: cp index
+    of the process; default: the index that sends most. Groups of one rank are left out.
     """
     config, layout = units.config, units.layout
     exchanges = [
@@ -89,7 +88,7 @@ def step_traffic(units: Units, rank: int, index: int | None = None) -> list[Coll
 
 
 def by_axis(exchanges: Iterable[CollectiveTraffic]) -> dict[str, Fraction]:
-    """Bytes that a process sends in a step, by axis."""
+    """Return the bytes that a process sends in a step, by axis."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.axis)
     return {
         axis: sum((exchange.wire for exchange in group), Fraction(0))
@@ -100,8 +99,8 @@ def by_axis(exchanges: Iterable[CollectiveTraffic]) -> dict[str, Fraction]:
 def message_bytes(
     layout: Layout, stage: int, rows: int, length: int, *, gradient: bool = False
 ) -> int:
-    """Bytes of the output of `stage`, for `rows` rows of `length` positions, that one
-    tensor-parallel rank sends to the next pipeline rank; or of its `gradient`, sent back."""
+    """Return the bytes that one tensor-parallel rank sends to the next pipeline rank after `stage`,
+    for `rows` samples of `length` positions; with `gradient`, those that the next rank returns."""
     tensors = layout.model.output_shape(layout.stage_layers[stage], rows, length)
     if gradient:
         tensors = tuple(each for each in tensors if each.has_grad)
@@ -114,7 +113,7 @@ def message_bytes(
 
 
 def largest_message(config: Config, layout: Layout) -> int:
-    """Bytes of the largest message of a whole micro-batch between two stages; 0 for one stage."""
+    """Return the bytes of the largest message between stages for a micro-batch; 0 for one stage."""
     train = config.train
     return max(
         (
@@ -128,9 +127,9 @@ def largest_message(config: Config, layout: Layout) -> int:
 def operation_transfers(
     units: Units, stage: int, kind: Operation, *, recomputes: bool = True
 ) -> list[Transfer]:
-    """Collectives of one F, R, I, W or B of a whole micro-batch at a stage, on the rank of cp that
-    sends most. An I or B finds what an R has built; unless `recomputes`, also the activations of
-    layers that run again."""
+    """Return the collectives of one operation on a whole micro-batch, on the cp rank that sends
+    most. If the stage is recomputed as a whole, the recomputation's collectives are in R, not in I
+    or B. Without `recomputes`, the collectives of recomputed layers are left out of I and B too."""
     if not _exchanges(units.layout):
         return []
     index = units.index_with_most(stage, _over_cp)
@@ -140,26 +139,25 @@ def operation_transfers(
 
 
 def _units(units: Units, stage: int, rows: int | None, index: int) -> list[Unit]:
-    """Units of a stage whose experts are chosen evenly, where without more words they would get as
-    many rows as their capacity allows."""
-    capacity = units.config.model.moe.capacity
+    """Return a stage's costs for evenly chosen experts, even if the experts have a capacity."""
+    capacity = units.config.model.moe.capacity_factor
     imbalance = None if capacity is None else Fraction(1)
     return units.of(stage, rows=rows, imbalance=imbalance, index=index)
 
 
 def _exchanges(layout: Layout) -> bool:
-    """Whether stages of a layout exchange anything but messages."""
+    """Whether stages of a layout communicate within operations: over tp, cp or ep."""
     return max(layout.tp, layout.cp, layout.ep_ranks) > 1
 
 
 def _over_cp(unit: Unit) -> float:
-    """Bytes that a rank sends to those of other positions."""
+    """Return the bytes that a rank sends to other context-parallel ranks."""
     every = (each for kind in unit.operations if kind != "B" for each in unit.transfers(kind))
     return float(sum(each.wire for each in every if each.axis in ("cp", "ulysses")))
 
 
 def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[CollectiveTraffic]:
-    """Exchanges of a process' stages in all operations of a step."""
+    """Yield the traffic within a process's stages, in all operations of a step."""
     layout = units.layout
     if not _exchanges(layout):
         return
@@ -171,7 +169,7 @@ def _of_stages(units: Units, rank: int, index: int | None) -> Iterator[Collectiv
         if index is None:
             at = units.index_with_most(what.stage, _over_cp)
         else:
-            at = layout.split.index(layout.split.place(index)[0], 0)
+            at = layout.split.index(layout.split.coordinates(index)[0], 0)
         rows = int(what.size * units.config.train.microbatch)
         unit = _units(units, what.stage, rows, at)[what.slice]
         operation = OPERATIONS[what.kind]
@@ -215,17 +213,19 @@ def _data_parallel(config: Config, layout: Layout, rank: int) -> Iterator[Collec
             parts = reductions * partial * main
             yield CollectiveTraffic("tp", "all_reduce", what, reductions, parts, layout.tp)
         if bucket.link:
-            yield _copied(config, layout, bucket)
+            yield _tied_message(config, layout, bucket)
         if bucket.updates:
             yield gather
         if bucket.slots:
-            yield from _of_copies(config, layout, bucket)
+            yield from _replica_traffic(config, layout, bucket)
 
 
-def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[CollectiveTraffic]:
-    """Weights of experts on their way to copies, and gradients of these on their way home, where
-    all slots are full: what a rank gets of one, and sends of the other. An owner whose experts have
-    more copies than a rank has slots sends, and gets, more."""
+def _replica_traffic(
+    config: Config, layout: Layout, bucket: BucketPlan
+) -> Iterator[CollectiveTraffic]:
+    """Yield the traffic of expert replicas if all slots are full: weights that a rank receives, and
+    gradients that it sends. An owner sends and receives more if its experts have more replicas than
+    a rank has slots."""
     stage = layout.stage_layers[bucket.stage]
     layers = len(layout.model.experts().keys() & {*stage.layers})
     sizes = DTYPE_BYTES[config.model.dtype], main_bytes(config.model.dtype)
@@ -236,9 +236,9 @@ def _of_copies(config: Config, layout: Layout, bucket: BucketPlan) -> Iterator[C
         )
 
 
-def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> CollectiveTraffic:
-    """The message between two stages that have the same parameters: new weights from the one that
-    updates them, summed gradients from the other."""
+def _tied_message(config: Config, layout: Layout, bucket: BucketPlan) -> CollectiveTraffic:
+    """Return the message between the two stages with a tied embedding: new weights from the stage
+    that updates them, or reduced gradients from the other one."""
     if bucket.updates:
         what, size = "tied weights", bucket.numel * DTYPE_BYTES[config.model.dtype]
     else:
@@ -248,10 +248,11 @@ def _copied(config: Config, layout: Layout, bucket: BucketPlan) -> CollectiveTra
 
 
 def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[CollectiveTraffic]:
-    """Collectives that sum a bucket's gradients over shard x replicate, `count` times in a step.
+    """Yield the collectives that reduce a bucket's gradients over its shard and replicate groups,
+    `count` times in a step.
 
-    In a type narrower than the main gradients', all-to-alls bring each slice to its owner, which
-    adds it up; the replicate group then gathers the sums.
+    If gradients are sent in a narrower type than main gradients have, all-to-alls send each shard
+    to its owner, which sums it; the replicate group then gathers the sums.
     """
     shard, replicate = bucket.shard, bucket.replicate
     piece = bucket.numel // shard.members
@@ -273,7 +274,7 @@ def reduction(config: Config, bucket: BucketPlan, count: int) -> Iterator[Collec
 
 
 def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
-    """The messages of a rank; where shares are sent, those that arrive are gathered over tp."""
+    """Yield the messages of a rank, and the all-gathers over tp that join sharded messages."""
     if layout.in_process:
         return
     sent = list(pipeline_messages(config, layout, rank))
@@ -286,7 +287,8 @@ def _pipeline(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveT
 
 
 def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
-    """A message forward and one back, per piece, at each border between two ranks, by peer."""
+    """Yield the messages that a pipeline rank sends, by peer. For each work item it sends an output
+    to the next stage's rank, and a gradient to the previous stage's rank."""
     schedule = layout.schedule
     messages: Counter[int] = Counter()
     amounts: Counter[int] = Counter()
@@ -306,15 +308,15 @@ def pipeline_messages(config: Config, layout: Layout, rank: int) -> Iterator[Col
 
 
 def _scalars(config: Config, layout: Layout) -> Iterator[CollectiveTraffic]:
-    """Sums in a fixed order are all-gathers: the unmasked tokens before the first backward, which
-    in later steps come with the totals of the one before where the pipeline is flushed, and at the
-    end the totals of the step, with the squared norms of each stage and of the tied matrix."""
+    """Yield the all-gathers that sum scalars in a fixed order. The count of unmasked tokens is
+    summed before the first backward, or in later steps of a flushing pipeline with the totals of
+    the preceding step. A step's totals include squared norms of each stage and the tied matrix."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pipeline_processes}
-    ends = {homes[-1] for homes in layout.schedule.placement.table}
-    told = sum(layout.model.routing_stat_counts().values())
+    ends = {rank_of[-1] for rank_of in layout.schedule.placement.table}
+    routing_stats = sum(layout.model.routing_stat_counts().values())
     for what, axes, length in (
         ("tokens", ("cp", "dp", "pp") if len(ends) > 1 else ("cp", "dp"), 1),
-        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS + told),
+        ("totals", ("tp", "cp", "dp", "pp"), layout.stages + 1 + _OTHER_TOTALS + routing_stats),
     ):
         for axis in axes:
             total = sizes[axis] * length * SCALAR

@@ -1,41 +1,37 @@
-"""Units of the stages of a layout, from the cache or measured. Torch is loaded to measure only."""
+"""Measured costs of a layout's stages, cached. Only measuring loads torch."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache, cached_property
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapipe.command_line import phase
 from megapipe.config.config import Config
 from megapipe.distributed.grid import MeshCoordinates
-from megapipe.layers.policy import BlockPolicy, BlockSpan
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
 from megapipe.layout.layout import Layout
 from megapipe.model.partition import StageSpec
-from megapipe.plan.cache import Cache, user_cache
-from megapipe.plan.segments import Measured, Part, part_of, shortened, units_of
+from megapipe.plan.cache import Cache, key_of, user_cache
+from megapipe.plan.segments import Measured, Part, Short, part_of, shortened, units_of
 from megapipe.plan.unit import Operation, Unit
 from megapipe.schedule.generators import gpipe_on
-from megapipe.util.beneath import make_folder
+from megapipe.util.no_symlinks import make_folder
 from megapipe.util.user_code import is_user_code
-from megapipe.version import PACKAGE
 
 if TYPE_CHECKING:
     from megapipe.plan.results import Results
 
 SECTIONS = ("model", "lora", "kernels", "experts", "context")
-"""Sections of the configuration by which stages differ; of others :func:`_others` has the keys."""
+"""Configuration sections on which stages depend; :func:`_others` returns keys of other sections."""
 
 
 class Units:
-    """Costs of a micro-batch at each stage of a layout."""
+    """Measured costs of a layout's stages, per micro-batch."""
 
     def __init__(self, config: Config, layout: Layout, cache: Cache | None = None) -> None:
         self.config, self.layout = config, layout
@@ -54,23 +50,33 @@ class Units:
         imbalance: Fraction | None = None,
         index: int | None = None,
     ) -> list[Unit]:
-        """Units of a stage, one for each slice of its sequences, on the rank of an `index` along
-        cp, by default one that takes most bytes on its device.
+        """Return the costs of a stage, one :class:`Unit` for each slice of its sequences. `index`:
+        cp index of the rank; default: the index that takes most bytes on its device.
 
-        `rows` samples, by default a whole micro-batch. The experts of the rank get `imbalance`
-        times the mean rows of a rank.
+        `rows`: number of samples; default: a whole micro-batch. `imbalance`: rows of the rank's
+        experts relative to the mean.
         """
         if index is None:
             index = self.index_with_most(stage, _peaks)
+        stage = self.alike[stage]
         key = stage, rows, imbalance, index
         if key not in self._units:
             part = part_of(self.layout, stage)
             self._units[key] = self._measure(part, index, rows, imbalance)
         return self._units[key]
 
+    @cached_property
+    def alike(self) -> Sequence[int]:
+        """For each stage, the first stage whose costs are the same."""
+        first: dict[Short, int] = {}
+        shorts = (
+            shortened(part_of(self.layout, n), self._kinds) for n in range(self.layout.stages)
+        )
+        return [first.setdefault(short, stage) for stage, short in enumerate(shorts)]
+
     def index_with_most(self, stage: int, size: Callable[[Unit], float]) -> int:
-        """Choose a rank of a ring: the one whose `size` is largest for a single layer, among equals
-        one that takes most bytes on its device."""
+        """Return the cp index at which the `size` of a stage's first layer is largest; ties go to
+        the index that takes most bytes on its device."""
         part = part_of(self.layout, stage)
         if self.layout.split.ring == 1 or not part.spec.layers:
             return 0
@@ -81,26 +87,29 @@ class Units:
             )
         return self._places[size]
 
-    def flops(self, stage: int, operation: Operation) -> float:
-        """FLOPs of an operation on a whole micro-batch, on the mean rank of a ring."""
-        part, found = part_of(self.layout, stage), float(self._flops(self.of(stage), operation))
+    def mean(self, stage: int, size: Callable[[Unit], float]) -> float:
+        """Return the `size` of a stage on a micro-batch, as the mean over ring ranks."""
+        part, found = part_of(self.layout, stage), float(sum(map(size, self.of(stage))))
         if self.layout.split.ring > 1:
             index = self.index_with_most(stage, _peaks)
             policies = (span.policy for span in part.spans for _ in range(span.blocks))
+            more: dict[int, float] = {}  # equal layers share the costs around their ring
             for layer, policy in zip(part.spec.layers, policies, strict=True):
                 around = self._around_ring(layer, policy, part.recompute)
-                own = {at: self._flops(units, operation) for at, units in around.items()}
-                found += sum(own.values()) / len(own) - own[index]
+                if id(around) not in more:
+                    own = {at: sum(map(size, units)) for at, units in around.items()}
+                    more[id(around)] = sum(own.values()) / len(own) - own[index]
+                found += more[id(around)]
         return found
 
-    @staticmethod
-    def _flops(units: Iterable[Unit], operation: Operation) -> int:
-        return sum(unit.flops(operation) for unit in units)
+    def flops(self, stage: int, operation: Operation) -> float:
+        """Return the FLOPs of an operation on a micro-batch, as the mean over ring ranks."""
+        return self.mean(stage, lambda unit: unit.flops(operation))
 
     def _around_ring(
         self, layer: int, policy: BlockPolicy, recompute: bool
     ) -> dict[int, list[Unit]]:
-        """Measure a single layer on each rank of a ring, by index along cp."""
+        """Measure a layer on each rank of a ring; return its costs by cp index."""
         kind = self.layout.model.kind(layer), policy, recompute
         if kind not in self._rings:
             part, split = _single(layer, policy, recompute), self.layout.split
@@ -109,14 +118,18 @@ class Units:
         return self._rings[kind]
 
     def of_layer(self, layer: int, dispatch: str, node: int | None = None) -> Unit:
-        """Unit of one layer with experts under a form of ``experts.dispatch``, in one chunk.
+        """Return the costs of one MoE layer with an ``experts.dispatch`` and one expert chunk.
 
-        Experts are chosen evenly, sequences are whole, and nothing is recomputed. `node`: ranks of
-        a node, where the form is hierarchical.
+        Experts are chosen evenly, sequences are not cut, and nothing is recomputed. `node`: number
+        of ranks per node, for hierarchical dispatch.
         """
         key = self.layout.model.kind(layer), dispatch, node
         if key not in self._layers:
-            form = {"dispatch": dispatch, "node": node or self.config.experts.node, "chunks": 1}
+            form = {
+                "dispatch": dispatch,
+                "ranks_per_node": node or self.config.experts.ranks_per_node,
+                "overlap_chunks": 1,
+            }
             experts = self.config.experts.model_copy(update=form)
             config = self.config.model_copy(update={"experts": experts})
             layout = replace(
@@ -131,14 +144,14 @@ class Units:
 
     @cached_property
     def _results(self) -> Results:
-        """Results that all runs share."""
+        """Cache of operations' results that all runs on the meta device share."""
         from megapipe.plan.results import Results
 
         return Results()
 
     @cached_property
     def without_recomputation(self) -> Units:
-        """Units of the layout with layers that keep all of their activations."""
+        """Costs of the same layout if layers save all their activations."""
         spans = self.layout.block_policies
         if not any(span.policy.recompute for own in spans for span in own):
             return self
@@ -158,7 +171,7 @@ class Units:
         key = self._key(short.part, rows, index, imbalance)
 
         def run() -> Measured:
-            with phase("running stages without values"):
+            with phase("running stages on the meta device"):
                 from megapipe.plan.run import run_part
 
                 at, part, given = MeshCoordinates(0, 0, index, 0), short.part, self._results
@@ -167,7 +180,7 @@ class Units:
                 )
 
         if key not in self._measured:
-            kept = Cache([]) if _has_user_code(config) else self._cache
+            kept = Cache([]) if has_user_code(config) else self._cache
             self._measured[key] = kept.get(key, Measured, run)
         return units_of(self._measured[key], short)
 
@@ -177,8 +190,7 @@ class Units:
             "part": [repr(part.spec), *map(_sorted, part.spans), part.recompute],
             "piece": [rows, index, str(imbalance)],
         }
-        text = json.dumps(everything, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return key_of(**everything)
 
     @cached_property
     def _kinds(self) -> list[Hashable]:
@@ -187,11 +199,9 @@ class Units:
 
     @cached_property
     def _shared_key(self) -> Mapping[str, Any]:
-        """The share that the keys of all parts have."""
+        """Entries of the cache key that are equal for all parts of the layout."""
         config, layout = self.config, self.layout
         return {
-            "torch": version("torch"),
-            "program": _program(),
             "device": layout.device,
             "sections": config.model_dump(mode="json", include=set(SECTIONS)),
             **_others(config, layout),
@@ -199,7 +209,7 @@ class Units:
 
 
 def units_of_run(config: Config, layout: Layout) -> Units:
-    """Make the units of a run, which are in its folder too: `units`."""
+    """Make the costs of a run; they are also cached in its folder, in `units`."""
     folders = [user_cache()]
     with contextlib.suppress(OSError):
         folders.insert(0, make_folder(Path(config.run.folder) / config.run.name, "units"))
@@ -216,36 +226,31 @@ def _single(layer: int, policy: BlockPolicy, recompute: bool) -> Part:
     )
 
 
-def _has_user_code(config: Config) -> bool:
-    """Whether what a stage does is in files that no key tells of."""
+def has_user_code(config: Config) -> bool:
+    """Whether a stage depends on user code, whose files the cache key does not cover."""
     model = config.model
-    named = model.moe.scores, config.experts.dispatch
-    given = (model.source, model.norm, config.train.loss, config.context.plan, *named)
+    named = model.moe.score_function, config.experts.dispatch
+    given = (model.source, model.norm, config.train.loss_function, config.context.algorithm, *named)
     return any(each is not None and is_user_code(each) for each in given)
 
 
 def _sorted(span: Any) -> str:
-    """Text of a span that is the same in every process."""
+    """Return a text that is equal for equal spans in every process."""
     policy = span.policy
-    names = (sorted(policy.recompute), sorted(policy.offload), policy.keeps_attention)
+    names = (sorted(policy.recompute), sorted(policy.offload), policy.saves_attention)
     return f"{span.blocks} {names}"
 
 
 def _others(config: Config, layout: Layout) -> Mapping[str, Any]:
-    """Keys of other sections, and sizes of the layout, by which stages differ."""
+    """Return further entries of the cache key: keys of other sections and sizes of the layout."""
     parallel, train, data = config.parallel, config.train, config.data
     return {
         "data": [data.masks_documents, config.resets_positions, len(data.mixture)],
-        "train": [train.sequence_length, train.loss],
-        "parallel": [parallel.sequence_parallel, parallel.backend, parallel.per_node],
-        "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.ranks_per_node, layout.dp],
+        "train": [train.sequence_length, train.loss_function],
+        "parallel": [parallel.sequence_parallel, parallel.backend, parallel.ranks_per_node],
+        "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.ranks_per_node],
+        "replicas": layout.dp if layout.model.experts() else None,
         "lengths": layout.local_lengths,
+        "system": config.plan.system,
         "passes on": [layout.sends_tuples, layout.loss_chunk],
     }
-
-
-@cache
-def _program() -> str:
-    """Text that is another one where a file of the package is."""
-    files = ((path, path.stat()) for path in sorted(PACKAGE.rglob("*.py")))
-    return str([(str(path.relative_to(PACKAGE)), s.st_size, s.st_mtime_ns) for path, s in files])

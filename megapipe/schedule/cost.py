@@ -10,7 +10,7 @@ from megapipe.schedule.ir import WORK
 from megapipe.schedule.placement import Placement
 
 Time = int | float | Fraction
-"""Whole numbers and fractions stay exact through the simulator."""
+"""A time; whole numbers and fractions stay exact through the simulator."""
 PerStage = Time | tuple[Time, ...]
 PerLink = Time | Mapping[tuple[int, int], Time]
 
@@ -19,7 +19,8 @@ class GradBucket(NamedTuple):
     """One bucket of a stage's gradients, reduced as soon as its gradients are complete."""
 
     after: Time
-    """How much of the last W or B before the reduction has run by then, from 0 to 1."""
+    """Time at which the bucket's gradients are complete, as a fraction of the stage's last W or B:
+    from 0 (its start) to 1 (its end)."""
     share: Time
     """The bucket's share of the time of the stage's reduction."""
 
@@ -27,51 +28,55 @@ class GradBucket(NamedTuple):
 Buckets = tuple[tuple[GradBucket, ...], ...]
 """The buckets of each stage, in the order in which they are reduced."""
 WHOLE = (GradBucket(1, 1),)
-"""One bucket: all gradients of a stage, reduced after the operation."""
+"""A single bucket: all gradients of a stage, reduced after the stage's last W or B."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of one operation on a whole micro-batch at one virtual stage: a number for all stages,
-    or one per stage. An operation on a part of a micro-batch costs its share."""
+    """Times of operations, messages and collectives.
+
+    F, I, W, B and R are times of one operation on a whole micro-batch at one virtual stage: one
+    number for all stages or a tuple with a number per stage. An operation on a slice or a smaller
+    micro-batch takes proportionally less."""
 
     F: PerStage = 1
     I: PerStage = 1  # noqa: E741
     W: PerStage = 1
     B: PerStage | None = None
-    """The fused backward; default: I + W."""
+    """Time of the fused backward; default: I + W."""
     R: PerStage | None = None
-    """Recomputation; default: F."""
+    """Time of recomputation; default: F."""
     update: PerStage = 0
-    """One update of a stage's weights, in a schedule that has them."""
+    """Time of one update of a stage's weights, in a no-flush schedule."""
     overlap_factor: Time = 1
-    """Two joined operations take this factor times the sum of both; it is below 1 where one
-    computes while the other waits."""
+    """Time of a joined pair of operations (:attr:`.Op.joined`) as a multiple of the sum of their
+    times: below 1 if one operation computes while the other waits."""
     latency: PerLink = 0
-    """From the end of an operation to the arrival of its message on another rank: for all pairs
-    of ranks or by (source, destination), 0 where a pair is not named. Hand-over within a rank is
-    free."""
+    """Time from the end of an operation to the arrival of its message on another rank: for all
+    pairs of ranks, or by (source, destination); 0 for pairs that are not listed. Messages within a
+    rank take no time."""
     bandwidth: PerLink | None = None
-    """Size sent per unit of time, for all pairs or by (source, destination); infinite by default,
-    and for a pair that is not named."""
+    """Message size that a link sends per unit of time, for all pairs or by (source, destination);
+    infinite by default, and for pairs that are not listed."""
     message: Time = 0
     """Size of the message of a whole micro-batch, in the unit of bandwidth."""
     overlap: bool = True
-    """Messages travel while both ranks compute. If false, the sender waits for the end of each."""
+    """Whether messages are in flight while ranks compute. If false, a sender waits for its
+    message."""
     slices: tuple[Time, ...] | None = None
-    """Share of an operation's time that each slice of a sequence takes, in all more than 1 where
-    cutting costs time; default: equal ones."""
+    """Share of an operation's time that each slice of a sequence takes; default: equal shares. The
+    shares add up to more than 1 if slicing costs time."""
     jitter: float = 0.0
-    """Each operation takes up to this share more or less, drawn anew for each."""
+    """Maximum random change of an operation's time, up or down, as a fraction of this time."""
     seed: int = 0
     """Seed of the jitter's random numbers."""
     reduce: PerStage = 0
-    """One reduction of a stage's gradients over its data-parallel peers."""
+    """Time of one reduction of a stage's gradients over its data-parallel peers."""
     buckets: Buckets = ()
-    """The buckets of each stage's reduction, the last complete when the operation ends. By default,
-    and always where a stage has several holders, the stage is reduced as a whole."""
+    """Buckets of each stage's reduction; the last bucket is complete when the stage's last W or B
+    ends. By default, and always if a stage has several holders, the stage is reduced as a whole."""
     gather: PerStage = 0
-    """One gathering of a stage's parameters from its data-parallel peers."""
+    """Time of one all-gather of a stage's parameters from its data-parallel peers."""
 
     @classmethod
     def full_rank(
@@ -88,7 +93,8 @@ class Cost:
         gather: Time = 0,
         update: Time = 0,
     ) -> "Cost":
-        """From times for all stages of a rank together: each of its stages takes its share."""
+        """Build costs from the times of a full rank (1 / ranks of the model). Each stage gets its
+        share of these times (:attr:`.Placement.stage_shares`)."""
         shares = placement.stage_shares
         alike = len(set(shares)) == 1
 
@@ -112,7 +118,7 @@ class Cost:
         )
 
     def table(self, stages: int) -> tuple[tuple[Time, ...], ...]:
-        """Times by kind (F, B, I, W, R, U) and stage.
+        """Return the times by kind (F, B, I, W, R, U) and stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, a negative time or factor, or a
@@ -136,7 +142,7 @@ class Cost:
         return (*(rows[kind.name] for kind in WORK), _row("update", self.update, stages))
 
     def per_stage(self, what: Literal["reduce", "gather"], stages: int) -> tuple[Time, ...]:
-        """Times of the reduction, or of the gathering, by stage.
+        """Return the times of the collective `what`, reduction or all-gather, per stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, or a negative time.
@@ -144,11 +150,11 @@ class Cost:
         return _row(what, getattr(self, what), stages)
 
     def buckets_of(self, stages: int) -> Buckets:
-        """Buckets of each stage's reduction.
+        """Return the buckets of each stage's reduction.
 
         Raises:
-            ScheduleError: not one list of buckets per stage, or a list whose shares do not add up
-                to 1, or that is not in the order of `after`, with 1 for the last bucket.
+            ScheduleError: not one list of buckets per stage, shares that do not add up to 1, or
+                buckets that are not in the order of `after`, with 1 for the last bucket.
         """
         if self.buckets and len(self.buckets) != stages:
             raise ScheduleError(
@@ -159,13 +165,13 @@ class Cost:
             whole = abs(float(sum(bucket.share for bucket in own)) - 1) < 1e-9
             if not (own and whole and times == sorted(times) and times[0] >= 0 and times[-1] == 1):
                 raise ScheduleError(
-                    f"cost buckets: those of stage {stage} are not shares of 1 that leave in "
-                    "order, the last at 1"
+                    f"cost buckets: stage {stage}: the shares must add up to 1, and the times "
+                    "`after` must ascend from at least 0 to 1"
                 )
         return self.buckets or (WHOLE,) * stages
 
     def has_replicas(self, stages: int) -> bool:
-        """Whether there is anything to gather or reduce.
+        """Whether gathers or reductions take time at any stage.
 
         Raises:
             ScheduleError: a tuple that is not of length stages, or a negative time.
@@ -173,11 +179,11 @@ class Cost:
         return any((*self.per_stage("gather", stages), *self.per_stage("reduce", stages)))
 
     def without_replicas(self) -> "Cost":
-        """These costs with nothing to gather or reduce."""
+        """Return these costs without the times of gathers and reductions."""
         return replace(self, reduce=0, gather=0)
 
     def link(self, src: int, dst: int, size: Fraction = Fraction(1)) -> Time:
-        """Time that the message of `size` micro-batches takes from one rank to another.
+        """Return the time that a message of `size` micro-batches takes from one rank to another.
 
         Raises:
             ScheduleError: a negative latency, or a bandwidth that is not positive.
@@ -200,13 +206,13 @@ class Cost:
 
 
 def equal_buckets(count: int, stages: int) -> Buckets:
-    """`count` equal buckets per stage, complete at equal intervals within the operation."""
+    """Return `count` equal buckets per stage, complete at equal intervals in its last W or B."""
     part = Fraction(1, count)
     return (tuple(GradBucket(plain(part * (i + 1)), plain(part)) for i in range(count)),) * stages
 
 
 def _row(name: str, value: PerStage, stages: int) -> tuple[Time, ...]:
-    """A cost of each stage, checked."""
+    """Check a cost that is given for all stages or per stage; return it per stage."""
     row = value if isinstance(value, tuple) else (value,) * stages
     if len(row) != stages:
         raise ScheduleError(
@@ -218,14 +224,14 @@ def _row(name: str, value: PerStage, stages: int) -> tuple[Time, ...]:
 
 
 def plain(time: Time) -> Time:
-    """The same number, as an int where it is a whole fraction."""
+    """Return a number, as an int if it is whole."""
     if isinstance(time, Fraction) and time.denominator == 1:
         return time.numerator
     return time
 
 
 def ratio(part: Time, whole: Time) -> Time:
-    """part / whole, exact for whole numbers and fractions."""
+    """Return part / whole, exact for whole numbers and fractions."""
     if isinstance(part, float) or isinstance(whole, float):
         return float(part / whole)
     return Fraction(part) / Fraction(whole)

@@ -1,13 +1,14 @@
-"""When data-parallel replicas communicate: actions for gradients and weights in a rank's program.
+"""Data-parallel actions of a rank's program: when gradients are reduced and weights gathered.
 
-The gradients of a stage are reduced once per step, after the stage's last weight gradient; buckets
-of them leave within that operation (:func:`last_gradients`). Under ZeRO-2 and 3 their memory is
-released in between, so they are reduced after each *run* of weight gradients of one stage; a
-breadth-first order (Lamy-Poirier, 2211.05953) has one run per stage. A reduction begins after the
-operation's message is sent: the rank may have to wait for an earlier reduction, and its neighbour
-should not wait too. A stage of several holders is reduced once, when the last of them is
-through with it (:mod:`megapipe.schedule.holders`). Updated weights are awaited before the first
-operation that needs them. ZeRO-3 gathers the weights of the next stages while one computes.
+The gradients of a stage are reduced once per step, after the stage's last weight gradient; the
+reduction of the first buckets can start within that operation (:func:`last_gradients`). ZeRO-2 and
+3 free gradients, so they reduce after each *run* of consecutive weight gradients of one stage; a
+breadth-first order (Lamy-Poirier, 2211.05953) has one run per stage. Before a reduction, the rank
+sends the message of the operation that completes the gradients: the reduction may have to wait for
+an earlier one, and should not delay the neighbour that needs the message. A stage of several
+holders is reduced once, when all have finished it (:mod:`megapipe.schedule.shared_reductions`). A
+rank waits for updated weights before the first operation that needs them. ZeRO-3 gathers the
+weights of the next stages while one stage computes.
 """
 
 import itertools
@@ -16,27 +17,27 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.holders import SharedReduction, shared_reductions
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.program import Action, ActionKind, Program
+from megapipe.schedule.shared_reductions import SharedReduction, shared_reductions
 
 _USES_WEIGHTS = frozenset((Kind.F, Kind.B, Kind.I, Kind.R))
 _ADDS_GRADIENTS = frozenset((Kind.B, Kind.W))
 
 
 class ReplicaPolicy(NamedTuple):
-    """How often replicas reduce gradients and gather weights, and when."""
+    """Policy of data-parallel replicas: when they reduce gradients and gather weights."""
 
     zero: int = 1
     """The ZeRO stage (Rajbhandari et al., 1910.02054): 2 shards gradients, 3 weights too."""
     prefetch: int = 1
-    """How many stages ahead of their use ZeRO-3 gathers weights."""
+    """Number of stages by which ZeRO-3 gathers weights ahead of their use."""
     chunked_loss: bool = False
-    """The last stage computes its head's weight gradient within ``I``, not ``W``, as a loss that
-    takes a few tokens at a time does. It matters to ZeRO-2 and 3."""
+    """Whether the last stage computes its head's weight gradient within ``I``, not ``W``, as a
+    chunked loss does. The difference matters to ZeRO-2 and 3."""
 
     def check(self) -> None:
-        """Raise :class:`ScheduleError` for a ZeRO stage that there is not, or a negative number."""
+        """Raise :class:`ScheduleError` for an unknown ZeRO stage or a negative `prefetch`."""
         if self.zero not in (0, 1, 2, 3):
             raise ScheduleError(f"replicas: zero {self.zero} is not 0, 1, 2 or 3")
         if self.prefetch < 0:
@@ -44,7 +45,7 @@ class ReplicaPolicy(NamedTuple):
 
 
 REPLICAS = ReplicaPolicy()
-"""The policy of a timing that is given none."""
+"""Default policy of replicas in a simulation: ZeRO-1."""
 
 
 def add_data_parallel_actions(
@@ -55,13 +56,15 @@ def add_data_parallel_actions(
     prefetch: int | None,
     unsplit: Collection[int] = (),
 ) -> Program:
-    """`program` with the replicas' actions: REDUCE, ALLOC_GRADS, WAIT_WEIGHTS, UNSHARD and RESHARD.
+    """Return `program` with REDUCE, ALLOC_GRADS, WAIT_WEIGHTS, UNSHARD and RESHARD actions.
 
     Args:
-        shared: where the stages of several holders are reduced, once each.
-        in_runs: reduce other stages after each run of weight gradients, and ALLOC_GRADS them before
-        it. prefetch: how many stages ahead weights are gathered; None: weights are never released.
-        unsplit: stages that compute weight gradients within ``I`` too.
+        shared: reductions of the stages that have several holders, one for each such stage.
+        in_runs: for all other stages, whether each run of consecutive weight gradients has an
+            ALLOC_GRADS before and a REDUCE after it (ZeRO-2 and 3). If not, there is one REDUCE.
+        prefetch: number of stages whose weights are gathered ahead of use (ZeRO-3); None: weights
+            are never freed.
+        unsplit: stages whose ``I`` computes weight gradients too.
     """
     actions: Sequence[Action] = program.actions
     actions = list(_with_reductions(actions, shared, unsplit, in_runs=in_runs))
@@ -77,7 +80,7 @@ def with_zero_actions(
     schedule: Schedule,
     policy: ReplicaPolicy,
 ) -> Iterator[Program]:
-    """The programs of a schedule's ranks with the actions that `policy` asks of replicas."""
+    """Yield the programs of a schedule's ranks with the data-parallel actions of `policy`."""
     shared = shared_reductions(schedule)
     for program in programs:
         yield add_data_parallel_actions(
@@ -90,8 +93,8 @@ def with_zero_actions(
 
 
 def operations(schedule: Schedule, rank: int) -> Program:
-    """A rank's operations as a program without messages, which do not change where
-    :func:`add_data_parallel_actions` puts its actions."""
+    """Return a rank's operations as a program without messages. It gets the same data-parallel
+    actions (:func:`add_data_parallel_actions`) as the program with messages."""
     return Program(
         rank,
         tuple(Action(ActionKind.COMPUTE, *op[:4]) for op in schedule.rank_ops(rank)),
@@ -99,20 +102,20 @@ def operations(schedule: Schedule, rank: int) -> Program:
 
 
 def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
-    """The place of each REDUCE that follows a W or B of its own stage -> the place of that W or B.
+    """Map the index of each REDUCE that follows a W or B of its stage to the index of that W or B.
 
-    The operation adds the last gradients before the reduction, which can begin within it. A REDUCE
-    may follow another operation where an I computes a head's weight gradient, or where the stage
-    has several holders; such a REDUCE is left out.
+    The W or B adds the last gradients, so the reduction can begin within it. Other REDUCEs are
+    omitted: they follow another operation, because an I computes a head's weight gradient or the
+    stage has several holders.
     """
     found, last = {}, -1
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         if action.do == ActionKind.COMPUTE:
-            last = place
+            last = index
         elif action.do == ActionKind.REDUCE and last >= 0:
             before = actions[last]
             if before.stage == action.stage and before.kind in _ADDS_GRADIENTS:
-                found[place] = last
+                found[index] = last
     return found
 
 
@@ -173,14 +176,15 @@ def _needs_weights(action: Action) -> bool:
 
 
 def _with_gathers(actions: Sequence[Action], prefetch: int) -> Iterator[Action]:
-    """The weights there at any time are those of the next 1 + `prefetch` different stages."""
+    """Yield the actions with UNSHARD, WAIT_WEIGHTS and RESHARD added, so that the weights of the
+    next 1 + `prefetch` different stages are gathered at any time."""
     uses: dict[int, list[int]] = defaultdict(list)
     for i in range(len(actions) - 1, -1, -1):
         if _needs_weights(actions[i]):
             uses[actions[i].stage].append(i)
     gathered: list[int] = []
     awaited: set[int] = set()
-    held: list[Action] = []  # what waits, or takes memory, until gathers have begun
+    held: list[Action] = []  # actions that wait, or take memory, until gathers have begun
     for action in actions:
         if action.do in (ActionKind.RECV, ActionKind.ALLOC_GRADS):
             held.append(action)

@@ -1,17 +1,18 @@
-"""Inputs and outputs of operations, as tables that a loop over millions can use.
+"""Inputs and results of operations, as tables for loops over millions of operations.
 
-Micro-batches of equal direction and size share a *flow*; a *node* is one stage in one flow. A
-*piece* is a slice of a micro-batch. A *code* is an operation with its node for its stage and its
-piece for its micro-batch::
+Micro-batches of equal direction and size share a *flow*; a *node* is one stage in one flow. An
+*item* is the number of a work item (a micro-batch or one slice of it). A *code* is a packed
+operation with its node in place of its stage and its item in place of micro-batch and slice::
 
-    bits 0-3 kind   4-19 node   20-59 piece   60 joined
+    bits 0-3 kind   4-19 node   20-59 item   60 joined
 
-so with one flow and one slice the codes are the operations themselves. The lower 20 bits, the
-*low* part, select from a table what all operations of one kind at one node have in common. Slots
-number what operations make: one row of pieces per node for forwards, one for input gradients, then
-one that is always there (the first stage's input, the last stage's gradient), one for what nobody
-waits for and one for the totals of windows: an update needs the last gradients of its window, which
-no single operation makes (:meth:`Dependencies.gradients_of`).
+With one flow and one slice, codes equal the packed operations of the schedule. The low 20 bits of a
+code (kind and node) index tables of what all operations of one kind at one node have in common. A
+*result number*, below `Dependencies.slots`, stands for the output of an operation. Each node has a
+row of result numbers, by item, for its forwards and one for its input gradients. Three more rows
+follow: for results that always exist (inputs of operations that need no other stage), for outputs
+that nothing waits for, and for the inputs of updates. An update needs several results: the last
+gradients of its update window (:meth:`Dependencies.gradients_of`).
 """
 
 from array import array
@@ -37,32 +38,33 @@ from megapipe.schedule.ir import (
     Schedule,
 )
 
-PIECE_SHIFT = MICROBATCH_SHIFT
-LOW = (1 << PIECE_SHIFT) - 1
-PIECES = (1 << 60 - PIECE_SHIFT) - 1
+WORK_ITEM_SHIFT = MICROBATCH_SHIFT
+LOW = (1 << WORK_ITEM_SHIFT) - 1
+WORK_ITEM_MASK = (1 << 60 - WORK_ITEM_SHIFT) - 1
 
 
 class MicroBatchKind(NamedTuple):
-    """A kind of micro-batch: the direction it runs through and its share of a whole one."""
+    """Direction of a flow's micro-batches, and their size as a fraction of a whole micro-batch."""
 
     direction: int
     size: Fraction
 
 
 class RankPair(NamedTuple):
-    """The two ranks between which operations of one kind at one node send or receive."""
+    """Source and destination rank of a message."""
 
     src: int
     dst: int
 
 
 class Dependencies:
-    """The tables of one schedule. Operations must be in range (see validate)."""
+    """Tables of the inputs and results of one schedule's operations. Stages, micro-batches and
+    slices must be in range (:func:`~megapipe.schedule.proof.validate.validate` checks that)."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.stages = schedule.placement.stages
-        self.pieces = schedule.microbatches * schedule.slices
+        self.work_items = schedule.microbatches * schedule.slices
         flows: dict[MicroBatchKind, int] = {}
         self.flow_of = [
             flows.setdefault(
@@ -78,54 +80,55 @@ class Dependencies:
                 f"micro-batches (by direction and size) make {self.nodes} nodes; at most "
                 f"{STAGE_MASK} are possible"
             )
-        self.always = 2 * self.nodes * self.pieces
-        self.nothing = self.always + self.pieces
-        self.totals = self.nothing + self.pieces
-        self.slots = self.totals + self.pieces
+        self.always = 2 * self.nodes * self.work_items
+        self.nothing = self.always + self.work_items
+        self.totals = self.nothing + self.work_items
+        self.slots = self.totals + self.work_items
 
     @property
     def always_ready(self) -> range:
-        """The slots of what is always there."""
+        """Numbers of results that always exist: inputs of operations that need no other stage."""
         return range(self.always, self.nothing)
 
     @property
     def plain(self) -> bool:
-        """Whether codes are the operations themselves: one flow, one slice."""
+        """Whether codes equal packed operations: the schedule has one flow and one slice."""
         return len(self.flows) == 1 and self.schedule.slices == 1
 
     def codes(self, rank: int) -> "array[int]":
-        """The codes of a rank's list."""
+        """Return the operations of a rank's list as codes, with node and item (see the module)."""
         ops = self.schedule.ops[rank]
         if self.plain:
             return ops
         packed = np.array(ops, np.int64)
         microbatch = packed >> MICROBATCH_SHIFT & MICROBATCH_MASK
-        piece = microbatch * self.schedule.slices + (packed >> SLICE_SHIFT & SLICE_MASK)
-        codes = packed & (LOW | JOINED) | piece << PIECE_SHIFT
+        item = microbatch * self.schedule.slices + (packed >> SLICE_SHIFT & SLICE_MASK)
+        codes = packed & (LOW | JOINED) | item << WORK_ITEM_SHIFT
         if len(self.flows) > 1:
             codes += np.array(self.flow_of)[microbatch] * self.stages << STAGE_SHIFT
         return array("q", codes.tobytes())
 
     def op(self, code: int) -> Op:
-        """The operation of a code."""
-        microbatch, part = divmod(code >> PIECE_SHIFT & PIECES, self.schedule.slices)
+        """Return the operation that a code stands for."""
+        microbatch, part = divmod(code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK, self.schedule.slices)
         stage = (code >> STAGE_SHIFT & STAGE_MASK) % self.stages
         return Op(Kind(code & KIND_MASK), stage, microbatch, part, code & JOINED > 0)
 
     def by_low(self) -> Iterator[tuple[int, Kind, MicroBatchKind, int]]:
-        """Every low part with its kind, flow and stage."""
+        """Yield (low bits of a code, kind, flow, stage) for each kind of operation and node."""
         for index, flow in enumerate(self.flows):
             for stage in range(self.stages):
                 for kind in Kind:
                     yield kind | (index * self.stages + stage) << STAGE_SHIFT, kind, flow, stage
 
     def rank_of(self, flow: MicroBatchKind, stage: int) -> int:
-        """The rank that has a node."""
+        """Return the rank that holds a stage in the direction of a flow."""
         return self.schedule.placement.table[flow.direction][stage]
 
     @cached_property
     def base(self) -> tuple[list[int], list[int]]:
-        """By low part: the slot for piece 0 that an operation needs, and the one that it makes."""
+        """Two tables by low bits of a code: the number of the result that the operation on item 0
+        needs, and of the result that it makes. For item n, add n."""
         need: list[int] = []
         make: list[int] = []
         for low, kind, _, stage in self.by_low():
@@ -134,26 +137,27 @@ class Dependencies:
                 need.append(self.always)
                 make.append(self.nothing)
             if kind == Kind.F:
-                make[low] = node * self.pieces
+                make[low] = node * self.work_items
                 if stage:
-                    need[low] = (node - 1) * self.pieces
+                    need[low] = (node - 1) * self.work_items
             elif kind in (Kind.I, Kind.B):
-                make[low] = (self.nodes + node) * self.pieces
+                make[low] = (self.nodes + node) * self.work_items
                 if stage < self.stages - 1:
-                    need[low] = (self.nodes + node + 1) * self.pieces
+                    need[low] = (self.nodes + node + 1) * self.work_items
             elif kind == Kind.U:
                 need[low] = self.totals
         return need, make
 
     def gradients_of(self, update: int) -> list[int]:
-        """The slots of the gradients that an update waits for, by its code: the last one of its
-        window of each stage at which it has to wait, on each rank that has the stage."""
+        """Return the indices of the results that the update with code `update` waits for: on each
+        holder of its stage, the last input gradient of its window. With `Updates.waits` it waits
+        for these gradients of all stages."""
         stage = (update >> STAGE_SHIFT & STAGE_MASK) % self.stages
-        return self._last_gradients[update >> PIECE_SHIFT & PIECES][stage]
+        return self._last_gradients[update >> WORK_ITEM_SHIFT & WORK_ITEM_MASK][stage]
 
     @cached_property
     def _last_gradients(self) -> list[list[list[int]]]:
-        """By window and stage."""
+        """Results of :meth:`gradients_of` by update window and stage."""
         updates = self.schedule.updates
         assert updates is not None
         count = self.schedule.microbatches // updates.window
@@ -162,30 +166,30 @@ class Dependencies:
         for rank, codes in enumerate(map(self.codes, range(self.schedule.placement.ranks))):
             for code in codes:
                 if code & KIND_MASK in (Kind.B, Kind.I):
-                    piece = code >> PIECE_SHIFT & PIECES
-                    window = piece // self.schedule.slices // updates.window
+                    item = code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
+                    window = item // self.schedule.slices // updates.window
                     stage = (code >> STAGE_SHIFT & STAGE_MASK) % self.stages
-                    found[window][stage, rank] = make[code & LOW] + piece
+                    found[window][stage, rank] = make[code & LOW] + item
         return [
             [
-                sorted({slot for (at, _), slot in own.items() if updates.waits or at == stage})
+                sorted({made for (at, _), made in own.items() if updates.waits or at == stage})
                 for stage in range(self.stages)
             ]
             for own in found
         ]
 
     def needed(self, code: int) -> int:
-        """The slot that an operation needs."""
-        return self.base[0][code & LOW] + (code >> PIECE_SHIFT & PIECES)
+        """Return the number of the result that the operation with this code needs."""
+        return self.base[0][code & LOW] + (code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)
 
     @cached_property
     def incoming(self) -> list[RankPair | None]:
-        """By low part: the ranks between which an operation's input is sent; None if it is not."""
+        """Sender and receiver of an operation's input, by low bits of code; None: no message."""
         return self._crossing(back=False)
 
     @cached_property
     def outgoing(self) -> list[RankPair | None]:
-        """By low part: the ranks between which an operation's output is sent; None if it is not."""
+        """Sender and receiver of an operation's output, by low bits of code; None: no message."""
         return self._crossing(back=True)
 
     def _crossing(self, *, back: bool) -> list[RankPair | None]:
@@ -202,12 +206,12 @@ class Dependencies:
                 edges[low] = RankPair(mine, peer) if back else RankPair(peer, mine)
         return edges
 
-    def maker(self, slot: int) -> tuple[int, tuple[Op, ...]]:
-        """The rank that fills a slot, and the operations that could."""
-        row, piece = divmod(slot, self.pieces)
+    def maker(self, result: int) -> tuple[int, tuple[Op, ...]]:
+        """Return the rank that makes a result, and the operations that can: F, or I and B."""
+        row, item = divmod(result, self.work_items)
         table, node = divmod(row, self.nodes)
         flow, stage = divmod(node, self.stages)
-        microbatch, part = divmod(piece, self.schedule.slices)
+        microbatch, part = divmod(item, self.schedule.slices)
         kinds = (Kind.I, Kind.B) if table else (Kind.F,)
         rank = self.rank_of(self.flows[flow], stage)
         return rank, tuple(Op(kind, stage, microbatch, part) for kind in kinds)

@@ -1,7 +1,7 @@
-"""The form of a schedule: one packed array of operations per rank.
+"""Data structure of a schedule: one packed array of operations per rank.
 
-An operation is one signed 64-bit integer, so that a schedule of millions of them stays small
-and fast in plain Python; :class:`Op` is the readable view, made on demand.
+An operation is one signed 64-bit integer, so that a schedule of millions of them stays small and
+fast in plain Python. The readable view, :class:`Op`, is made on demand.
 
 ====== ============== ===========================================
 bits   field          note
@@ -10,7 +10,7 @@ bits   field          note
 4-19   stage          below 2**16
 20-43  micro-batch    below 2**24
 44-59  slice          below 2**16; part of a sequence
-60     joined         runs as one with the next of the list
+60     joined         overlaps with the next
 ====== ============== ===========================================
 """
 
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     F = 0
     """Forward."""
     B = 1
-    """Backward, fused: input gradient and weight gradient in one."""
+    """Fused backward: input gradient and weight gradient in one."""
     I = 2  # noqa: E741
     """Input gradient."""
     W = 3
@@ -50,13 +50,13 @@ class Kind(IntEnum):
     R = 4
     """Recomputation of the forward, ahead of the backward."""
     U = 5
-    """Update of a stage's weights, in a schedule with :class:`Updates`. The field of the
-    micro-batch has the window."""
+    """Weight update of a stage, in a no-flush schedule (:class:`Updates`). The micro-batch field
+    holds the index of the update window."""
 
 
 _KINDS = tuple(Kind)
 WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
-"""Kinds that work on a micro-batch, by their numbers."""
+"""Kinds that work on a micro-batch: all except U, in the order of their values."""
 
 
 class Op(NamedTuple):
@@ -67,18 +67,19 @@ class Op(NamedTuple):
     microbatch: int
     slice: int = 0
     joined: bool = False
-    """This operation and the next of the list run as one: they start when the inputs of both are
-    there, and their outputs are there when both have ended (OVERLAP_F_B of
-    torch.distributed.pipelining; the fused pairs of DualPipe)."""
+    """Whether this operation and the next one of the list run overlapped, as a joined pair: they
+    start when both have their inputs, and their outputs are ready when both have ended (OVERLAP_F_B
+    of torch.distributed.pipelining; the fused pairs of DualPipe)."""
 
     def __str__(self) -> str:
-        """The text of torch.distributed.pipelining, as in ``2F5``: stage, kind, micro-batch."""
+        """Return the text of torch.distributed.pipelining: stage, kind, micro-batch (``2F5``)."""
         part = f".{self.slice}" if self.slice else ""
         return f"{self.stage}{self.kind.name}{self.microbatch}{part}"
 
 
 def pack(kind: int, stage: int, microbatch: int, slice: int = 0, joined: bool = False) -> int:
-    """The integer of an operation; ScheduleError where a number does not fit its field."""
+    """Pack an operation into an integer. Raises ScheduleError if a number does not fit its
+    field."""
     if not (
         0 <= kind <= KIND_MASK
         and 0 <= stage <= STAGE_MASK
@@ -95,7 +96,7 @@ def pack(kind: int, stage: int, microbatch: int, slice: int = 0, joined: bool = 
 
 
 def unpack(code: int) -> Op:
-    """The operation of an integer made by :func:`pack`; ScheduleError for an unknown kind."""
+    """Return the operation that :func:`pack` packed. Raises ScheduleError for an unknown kind."""
     kind = code & KIND_MASK
     if kind > Kind.U:
         raise ScheduleError(f"operation code {code}: kind {kind} is unknown; kinds are 0 to 5")
@@ -109,7 +110,7 @@ def unpack(code: int) -> Op:
 
 
 def span(kind: Kind, stage: int, start: int, stop: int) -> range:
-    """The codes of micro-batches start .. stop-1 of one kind at one stage."""
+    """Return the packed operations of one kind at one stage on micro-batches start .. stop-1."""
     base = pack(kind, stage, 0)
     return range(
         base + (start << MICROBATCH_SHIFT),
@@ -122,12 +123,13 @@ class Read(NamedTuple):
     """The weights that an operation reads."""
 
     version: int
-    """Weights after so many updates of the stage."""
+    """Number of updates of the stage that the weights contain."""
     ahead: Fraction = Fraction(0)
-    """By how many updates they are predicted ahead; below 0: moved back."""
+    """Number of updates by which the weights are extrapolated from `version`: above 0 they are
+    predicted ahead, below 0 moved back."""
 
     def __str__(self) -> str:
-        """``3``, or ``3+1`` predicted by one update."""
+        """Return the version, as in ``3``, or as in ``3+1`` if predicted by one update."""
         if not self.ahead:
             return f"{self.version}"
         sign = "+" if self.ahead > 0 else ""
@@ -136,32 +138,32 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates within a schedule: what makes operations read stale weights.
+    """Weight updates of a no-flush schedule, whose operations read stale weights.
 
-    Window t is micro-batches t * `window` onward; U(t) makes version t+1 of a stage out of version
-    t, from the gradients of window t.
+    Update window t is the micro-batches from t * `window` to (t+1) * `window` - 1. Operation U(t)
+    of a stage makes weight version t+1 out of version t, with the gradients of update window t.
     """
 
     window: int
-    """Micro-batches of an update."""
+    """Number of micro-batches per update."""
     reads: tuple[tuple[Read, ...], ...]
-    """reads[rank][n]: what operation n of the rank reads; of a U the version that it makes."""
+    """Weights that operation n of a rank reads, or makes if it is a U, as reads[rank][n]."""
     waits: bool = False
-    """An update needs the gradients of its window of all ranks (their norm, for clipping); else of
-    its own stage alone."""
+    """Whether an update waits for the window's gradients on all pipeline ranks, as clipping by the
+    global norm needs. Otherwise it waits only for the gradients of its own stage."""
     follows: bool = True
-    """Promise: the operations of a micro-batch at a stage read what its F has read."""
+    """Whether all operations of a micro-batch at a stage read the same weights as its F."""
     kept: tuple[int, ...] | None = None
-    """Promise: per rank, the most weights of a stage that are kept at once: versions, each from its
-    update to its last reader and the newest always, and what is predicted for some readers."""
+    """Maximum number of weight versions of one stage kept at once, per rank, as the generator
+    promises. Older and predicted versions are kept until their last reader."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One list of operations for every pipeline rank, in order.
 
-    Nothing but the sizes is checked here; :func:`megapipe.schedule.proof.validate.validate` proves
-    that a schedule is complete and can be executed.
+    The constructor checks only lengths and ranges. :func:`.proof.validate.validate` proves that the
+    schedule is complete and can be executed.
     """
 
     name: str
@@ -170,23 +172,25 @@ class Schedule:
     ops: tuple["array[int]", ...]
     """One ``array('q')`` of packed operations per rank."""
     activation_bound: tuple[int, ...] | None = None
-    """Promise of the generator: per rank, the most chunk activations alive at once, each counted
-    from its F (or from its R, where the stage recomputes) to its W (or B); that of a slice or of a
-    part of a micro-batch counts as one."""
+    """Maximum number of activations alive at once, per rank, as the generator promises. Each stage
+    and work item (micro-batch or slice, whatever its size) has one activation. It lives from the F,
+    or from the recomputation if the stage recomputes, to the W or B."""
     forward_only: bool = False
-    """The schedule has an F for each stage and micro-batch and nothing else."""
+    """Whether the schedule has no backward: only one F per stage and micro-batch."""
     direction: tuple[int, ...] | None = None
-    """The direction of the placement that each micro-batch runs through; default: 0 for all."""
+    """Direction (:class:`.Placement`) in which each micro-batch runs through the ranks, as an
+    index; default: 0 for all."""
     slices: int = 1
-    """Number of slices of every sequence. The F of a slice needs that of the slice before it on the
-    same stage (its keys and values); the I or B of a slice needs that of the slice after it."""
+    """Number of slices of every sequence. The F of a slice needs the F of the previous slice on the
+    same stage (keys and values); the I or B of a slice needs the I or B of the next slice."""
     sizes: tuple[Fraction, ...] | None = None
-    """Share of a whole micro-batch's rows that each micro-batch holds; default: 1 for all."""
+    """Size of each micro-batch as a fraction of a whole one, for schedules that split
+    micro-batches; default: 1 for all."""
     recompute: frozenset[int] = frozenset()
-    """Stages whose F keeps its input alone. The rest is computed again by an R, or, where a
-    micro-batch has none, at the start of its I or B."""
+    """Stages whose F saves only its input. The activations are recomputed by an R or, for a
+    micro-batch without R, at the beginning of its I or B."""
     updates: Updates | None = None
-    """Where weights are updated within the schedule; by default they are once it has ended."""
+    """Weight updates within the schedule; None: weights are updated after the schedule ends."""
 
     def __post_init__(self) -> None:
         ranks = self.placement.ranks
@@ -201,7 +205,7 @@ class Schedule:
             )
         for what, given, wanted, each in (
             ("lists of operations", self.ops, ranks, "rank"),
-            ("limits", self.activation_bound, ranks, "rank"),
+            ("activation bounds", self.activation_bound, ranks, "rank"),
             ("directions", self.direction, self.microbatches, "micro-batch"),
             ("sizes", self.sizes, self.microbatches, "micro-batch"),
             ("lists of versions", self.updates.reads if self.updates else None, ranks, "rank"),
@@ -227,29 +231,29 @@ class Schedule:
                 )
 
     def direction_of(self, microbatch: int) -> int:
-        """The direction that a micro-batch runs through."""
+        """Return the index of the direction in which a micro-batch runs through the ranks."""
         return self.direction[microbatch] if self.direction else 0
 
     def size_of(self, microbatch: int) -> Fraction:
-        """The share of a whole micro-batch's rows that a micro-batch holds."""
+        """Return the size of a micro-batch as a fraction of a whole one."""
         return self.sizes[microbatch] if self.sizes else Fraction(1)
 
     @cached_property
     def numbers(self) -> Mapping[tuple[int, Fraction], int]:
-        """How many micro-batches have each direction and size."""
+        """Number of micro-batches by direction and size."""
         each = range(self.microbatches)
         return Counter(zip(map(self.direction_of, each), map(self.size_of, each), strict=True))
 
     @property
     def whole_microbatches(self) -> Fraction:
-        """Micro-batches of a step in whole ones: `microbatches`, less where `sizes` are below 1."""
+        """Number of whole micro-batches: the sum of all sizes, as fractions of a whole one."""
         return sum(self.sizes, start=Fraction(0)) if self.sizes else Fraction(self.microbatches)
 
     def rank_ops(self, rank: int) -> list[Op]:
-        """The operations of a rank, readable."""
+        """Return the operations of a rank in readable form."""
         return [unpack(code) for code in self.ops[rank]]
 
 
 def packed(codes: Iterable[int]) -> "array[int]":
-    """An array of packed operations."""
+    """Return an array of packed operations."""
     return array("q", codes)

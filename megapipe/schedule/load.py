@@ -1,36 +1,46 @@
-"""Loads the schedule that a user names: a registered one, a function's, or a file's."""
+"""Loading of schedules by name: registered, from a user-defined function, or from a file."""
 
 from array import array
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.registry import HINTS, OPTIONS, accepts, aliases, build, names
+from megapipe.schedule.generators.registry import (
+    HINTS,
+    OPTIONS,
+    SIZES,
+    accepts,
+    aliases,
+    build,
+    names,
+)
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.text import from_csv
 from megapipe.util.user_code import UserCode
 
+HASHABLE = (int, str, Fraction)
+"""Types of options by which a schedule can be kept."""
+
 
 def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """The schedule that `spec` names, for these many ranks and micro-batches.
+    """Return the schedule that `spec` names, for these numbers of ranks and micro-batches.
 
     Args:
         spec: a registered name or alias; ``module:function``, imported with the current directory
             on the path and called with those of the other arguments that its signature takes; or
             ``path/to/file.csv`` (:func:`~megapipe.schedule.text.from_csv`).
-        ranks: pipeline ranks.
-        microbatches: micro-batches per step, whole ones.
-        options: those of :func:`~megapipe.schedule.generators.registry.build`; None: not given.
+        ranks: number of pipeline ranks.
+        microbatches: number of whole micro-batches per step.
+        options: options of :func:`~megapipe.schedule.generators.registry.build`; a user-defined
+            function can take others too. A value of None counts as not given.
 
     Raises:
-        ScheduleError: nothing of that name, an exception in the user's code, or a schedule of
-            other sizes than asked for. Whether the schedule can be executed is not checked here;
+        ScheduleError: an unknown name, an exception in user code, or a schedule with other sizes
+            than requested. Whether the schedule can be executed is not checked here;
             :func:`~megapipe.schedule.proof.validate.validate` does that.
     """
-    unknown = sorted(set(options) - set(OPTIONS) - set(HINTS))
-    if unknown:
-        raise TypeError(f"load has no option {unknown[0]!r}")
     given = {what: value for what, value in options.items() if value is not None}
     if spec.endswith(".csv"):
         _refuse(spec, given, taken=())
@@ -43,27 +53,35 @@ def load(spec: str, *, ranks: int, microbatches: int, **options: Any) -> Schedul
     return schedule
 
 
-def goes_by(spec: str, option: str) -> bool:
-    """Whether the schedule that :func:`load` returns for `spec` may depend on an option that it
-    offers unasked, as `cost`; a user-defined function may use it."""
+def takes_option(spec: str, option: str) -> bool:
+    """Whether the schedule `spec` can depend on `option`, for example `cost`. A user-defined
+    function can depend on every option, a file on none."""
     if spec in names() or spec in aliases():
         return option in accepts(spec)
     return is_user_schedule(spec) and not spec.endswith(".csv")
 
 
 def is_user_schedule(spec: str) -> bool:
-    """Whether `spec` is a function or a file of the user's, whose schedules must be proved."""
+    """Whether `spec` is a user-defined function or a file. Such schedules must be proved."""
     return ":" in spec or spec.endswith(".csv")
 
 
 def _build(name: str, ranks: int, microbatches: int, given: dict[str, Any]) -> Schedule:
     try:
-        return build(name, ranks=ranks, microbatches=microbatches, **given)
+        make = _kept if all(isinstance(each, HASHABLE) for each in given.values()) else build
+        return make(name, ranks=ranks, microbatches=microbatches, **given)
     except ScheduleError as error:
         if name in names() or name in aliases():
             raise
-        hint = "one of your own is module:function or a file that ends in .csv"
+        hint = "a schedule of your own is module:function or a file that ends in .csv"
         raise ScheduleError(f"{error}; {hint}") from None
+
+
+@lru_cache(maxsize=128)
+def _kept(name: str, **given: Any) -> Schedule:
+    """Build a schedule, or return the one that was built before: a search needs each several times,
+    and none is changed."""
+    return build(name, **given)
 
 
 def _read(path: str) -> Schedule:
@@ -80,16 +98,18 @@ def _call(spec: str, given: dict[str, Any]) -> Schedule:
     code = UserCode(spec, what="schedule", error=ScheduleError)
     if not code.takes_all:
         _refuse(spec, given, taken=tuple(code.parameters()))
-    schedule: Schedule = code.call(given, ("ranks", "microbatches", *OPTIONS, *HINTS))
+    schedule: Schedule = code.call(given, ("ranks", "microbatches", *OPTIONS, *HINTS, *given))
     return schedule
 
 
 def _refuse(spec: str, given: dict[str, Any], taken: tuple[str, ...]) -> None:
-    """Refuse options that are not taken and whose effect the result would not show."""
-    for what in ("group", "pairs", "replicas", "advance"):
-        if what in given and what not in taken:
+    """Raise ScheduleError for an option that is not in `taken`. Sizes and hints are not refused:
+    the sizes of the schedule are checked later, and hints may be ignored."""
+    for what in given:
+        if what not in (*taken, *SIZES, *HINTS, "ranks", "microbatches"):
             raise ScheduleError(
-                f"schedule {spec}: {what} must not be given, not {given[what]}; it does not take it"
+                f"schedule {spec}: {what} must not be given, not {given[what]}; this schedule does "
+                "not take it"
             )
 
 
@@ -103,8 +123,8 @@ def _check(
         )
     if not all(isinstance(ops, array) and ops.typecode == "q" for ops in schedule.ops):
         raise ScheduleError(
-            f"schedule {spec}: its lists of operations must be arrays of packed ones, as "
-            "megapipe.schedule.ir.packed makes them"
+            f"schedule {spec}: its `ops` must be arrays of packed operations; make them with "
+            "megapipe.schedule.ir.packed"
         )
     if schedule.forward_only:
         raise ScheduleError(f"schedule {spec}: it has no backward; leave out forward_only")
@@ -130,7 +150,7 @@ def _check_parts(spec: str, schedule: Schedule) -> None:
         filled += size
         if filled > 1:
             raise ScheduleError(
-                f"schedule {spec}: with micro-batch {microbatch} there is {filled} of a whole one; "
-                "the parts of a whole are consecutive and add up to 1"
+                f"schedule {spec}: with micro-batch {microbatch} its sizes add up to {filled} of a "
+                "whole micro-batch; sizes of consecutive micro-batches must add up to 1"
             )
         filled %= 1

@@ -1,11 +1,11 @@
-"""From a schedule to per-rank programs with explicit messages.
+"""Lowering of a schedule to per-rank programs with explicit messages.
 
-Every ordered pair of ranks that exchange messages has a one-way FIFO channel. The sender posts each
-message directly after the operation that makes it. The receiver takes messages in that order and as
-late as possible: directly before an operation it takes the message that the operation needs and all
-earlier ones. Two joined operations count as one: messages for both are taken before, and those of
-both are posted after them. Why this cannot deadlock is in :mod:`megapipe.schedule.proof.validate`.
-Neighbouring stages on one rank hand over by reference, without an action.
+Every ordered pair of ranks that exchange messages has a one-way FIFO channel. The sender sends each
+message directly after the operation that makes it. The receiver receives messages in that order and
+as late as possible: directly before an operation it receives the message that the operation needs
+and all earlier ones. Two joined operations count as one: messages for both are received before the
+pair, and messages of both are sent after it. :mod:`megapipe.schedule.proof.validate` explains why
+this cannot deadlock. Neighbouring stages on one rank pass tensors by reference, without an action.
 """
 
 import itertools
@@ -29,10 +29,10 @@ class _Message(NamedTuple):
 def lower(
     schedule: Schedule, ranks: Iterable[int] | None = None, *, proved: bool = False
 ) -> tuple[Program, ...]:
-    """Programs of `ranks` (default: all), in that order.
+    """Return the programs of `ranks` (default: all), in that order.
 
-    A schedule that is `proved` is not validated again; then only `ranks` and those that send to
-    them are looked at.
+    `proved`: the schedule has been validated already. Then only the lists of `ranks`, of the ranks
+    that send to them, and of those ranks' senders are read.
 
     Raises:
         ScheduleError: the schedule is not valid.
@@ -43,7 +43,7 @@ def lower(
     senders = {src for src, dst in pairs(schedule.placement) if dst in wanted}
     queues = _queues(schedule, senders.union(wanted))
     steps: dict[int, list[tuple[ActionKind, _Message, int]]] = {rank: [] for rank in wanted}
-    known = {}  # (sender, message): what the sender had received from the receiver by then
+    known = {}  # (sender, message): messages from the receiver that came in before the send
     for rank in senders.union(wanted):
         received: dict[int, int] = defaultdict(int)
         for step in _steps(schedule, rank, queues):
@@ -69,20 +69,20 @@ def lower(
 
 
 def pairs(placement: Placement) -> list[tuple[int, int]]:
-    """The (source, destination) ranks between which training or validation sends messages."""
+    """List the (source, destination) ranks between which training or validation sends messages."""
     used = set()
-    for homes in placement.table:
-        for a, b in itertools.pairwise(homes):
+    for ranks in placement.table:
+        for a, b in itertools.pairwise(ranks):
             if a != b:
                 used |= {(a, b), (b, a)}
     return sorted(used)
 
 
 def channel_rounds(used: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Rounds in which channels are created, each rank at most once per round.
+    """Group (source, destination) pairs into rounds: a rank creates at most one channel per round.
 
-    Each pair goes into the first round where both its ranks are free: 4 rounds for a chain, and for
-    a loop of an even number of ranks.
+    A pair goes into the first round in which both its ranks are free. A chain of ranks needs 4
+    rounds, and so does a loop of an even number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
@@ -101,8 +101,9 @@ def channel_rounds(used: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]
 def _steps(
     schedule: Schedule, rank: int, queues: dict[tuple[int, int], list[_Message]]
 ) -> Iterator[tuple[ActionKind, _Message, int]]:
-    """The actions of a rank without acknowledgements: (do, what, peer or -1)."""
-    place = {
+    """Yield a rank's actions, without acknowledgements, as (kind, message or operation, peer); the
+    peer of an operation is -1."""
+    queue_index = {
         message: index
         for (_, dst), queue in queues.items()
         if dst == rank
@@ -114,9 +115,9 @@ def _steps(
             source = _input(op, schedule)
             if source is not None:
                 message, peer = source
-                for index in range(taken[peer], place[message] + 1):
+                for index in range(taken[peer], queue_index[message] + 1):
                     yield ActionKind.RECV, queues[peer, rank][index], peer
-                taken[peer] = max(taken[peer], place[message] + 1)
+                taken[peer] = max(taken[peer], queue_index[message] + 1)
         for op in together:
             yield ActionKind.COMPUTE, _message(op), -1
         for op in together:
@@ -126,7 +127,7 @@ def _steps(
 
 
 def _together(ops: Iterable[Op]) -> Iterator[list[Op]]:
-    """Joined operations in one list, others in lists of their own."""
+    """Yield the operations of a list in groups: a joined pair, or a single other operation."""
     together: list[Op] = []
     for op in ops:
         together.append(op)
@@ -136,7 +137,7 @@ def _together(ops: Iterable[Op]) -> Iterator[list[Op]]:
 
 
 def _queues(schedule: Schedule, into: Collection[int]) -> dict[tuple[int, int], list[_Message]]:
-    """The messages of every channel into these ranks, in the order in which they are sent."""
+    """Return the messages of every channel to a rank of `into`, in sending order."""
     queues: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank in {src for src, dst in pairs(schedule.placement) if dst in into}:
         for op in schedule.rank_ops(rank):
@@ -147,7 +148,7 @@ def _queues(schedule: Schedule, into: Collection[int]) -> dict[tuple[int, int], 
 
 
 def _input(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
-    """The message that an operation needs and the rank it comes from, if another."""
+    """Return the message that an operation needs from another rank, and that rank; or None."""
     if op.kind == Kind.F:
         return _crossing(Kind.F, op.stage - 1, op, schedule, op.stage - 1)
     if op.kind in (Kind.B, Kind.I):
@@ -156,7 +157,7 @@ def _input(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
 
 
 def _output(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
-    """The message that an operation makes and the rank it goes to, if another."""
+    """Return the message that an operation makes for another rank, and that rank; or None."""
     if op.kind == Kind.F:
         return _crossing(Kind.F, op.stage, op, schedule, op.stage + 1)
     if op.kind in (Kind.B, Kind.I):
@@ -167,10 +168,10 @@ def _output(op: Op, schedule: Schedule) -> tuple[_Message, int] | None:
 def _crossing(
     kind: Kind, producer: int, op: Op, schedule: Schedule, other: int
 ) -> tuple[_Message, int] | None:
-    homes = schedule.placement.table[schedule.direction_of(op.microbatch)]
-    if not 0 <= other < len(homes) or homes[other] == homes[op.stage]:
+    rank_of = schedule.placement.table[schedule.direction_of(op.microbatch)]
+    if not 0 <= other < len(rank_of) or rank_of[other] == rank_of[op.stage]:
         return None
-    return _Message(kind, producer, op.microbatch, op.slice), homes[other]
+    return _Message(kind, producer, op.microbatch, op.slice), rank_of[other]
 
 
 def _message(op: Op) -> _Message:

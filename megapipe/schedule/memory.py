@@ -1,14 +1,14 @@
 """Activations that a schedule keeps, and messages that it sends, counted from its lists.
 
-Activations are counted in micro-batches of a full rank: what a stage keeps of one whole
-micro-batch is its share of that (:attr:`.Placement.stage_shares`). There are two accountings, and
-published tables mix them:
+The unit is *micro-batches of a full rank*: activations of a whole micro-batch in 1 / ranks of the
+model. So a whole micro-batch at a stage counts as the stage's share
+(:attr:`.Placement.stage_shares`). There are two accountings, and published tables mix them:
 
-- *held*: all of it counts from F to W (or B), as where saved tensors are kept until W;
-- *weighted*: a share is free after I already, the rest after W (2401.10241 counts so).
+- *held*: a whole activation counts from F to W (or B), as saved tensors are kept until W;
+- *weighted*: I frees a share of an activation, W the rest (as in 2401.10241).
 
-At a stage that recomputes, activations count from R (or from I or B); the input that is kept before
-does not count.
+At a stage that recomputes, activations count from R (or from I or B without R); the input that is
+kept from F on does not count.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,36 +26,38 @@ from megapipe.schedule.timing.simulate import Timeline
 from megapipe.schedule.timing.ticks import per_unit, whole
 
 Amount = int | Fraction
-"""Micro-batches of a full rank."""
+"""Amount of activations. 1: a whole micro-batch in 1 / ranks of the model (a full rank)."""
 
 
 _HELD_BY_KIND = np.array([{Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(kind, 0) for kind in Kind])
-"""Activations that an operation adds to those that its rank holds."""
+"""Number of activations that an operation adds to those on its rank, by kind."""
 
 
 class _Change(NamedTuple):
-    """Grains that an operation adds to those alive, when it starts and when it ends."""
+    """Change of a rank's activations at the start and at the end of one operation, in grains (the
+    unit of :class:`_Grains`)."""
 
     start: int
     end: int
 
 
 def most_held(ops: Sequence[int]) -> int:
-    """The most chunk activations that a list holds at once, from F to W or B."""
+    """Return the maximum number of activations alive at once in a list of packed operations. Each
+    stage and work item has one activation, alive from F to W or B."""
     kinds = np.array(ops, np.int64) & KIND_MASK
     return int(_HELD_BY_KIND[kinds].cumsum().max(initial=0))
 
 
 def peak_held(schedule: Schedule) -> tuple[Amount, ...]:
-    """Per rank, the most activations alive at once, each held from F to W."""
+    """Return the peak activations of each rank, if they are held from F to W (or B)."""
     return peak_weighted(schedule, freed=Fraction(0))
 
 
 def peak_weighted(schedule: Schedule, freed: Fraction) -> tuple[Amount, ...]:
-    """Per rank, the most activations alive at once, I freeing the share `freed` and W the rest.
+    """Return the peak activations of each rank, if I frees the share `freed` and W the rest.
 
     Raises:
-        ScheduleError: a share that is not from 0 to 1.
+        ScheduleError: `freed` is not from 0 to 1.
     """
     grains = _Grains(schedule, freed)
     return tuple(grains.amount(grains.peak(rank)) for rank in range(len(schedule.ops)))
@@ -64,7 +66,8 @@ def peak_weighted(schedule: Schedule, freed: Fraction) -> tuple[Amount, ...]:
 def curve(
     timeline: Timeline, rank: int, freed: Fraction = Fraction(0)
 ) -> list[tuple[Time, Amount]]:
-    """The memory of a rank over time: (from when, activations alive), weighted by `freed`."""
+    """Return a rank's activations over time as (time, amount from then on), if I frees the share
+    `freed` and W the rest."""
     grains = _Grains(timeline.schedule, freed)
     events: dict[Time, int] = {}
     for start, end, change in zip(
@@ -80,17 +83,17 @@ def curve(
 
 
 def messages(schedule: Schedule) -> int:
-    """Messages of a step between different ranks."""
+    """Count the messages of a step between different ranks."""
     return int(sum(traffic(schedule).values(), start=Fraction(0)))
 
 
 def traffic(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
-    """Messages of a step by (source, destination)."""
+    """Count the messages of a step by (source, destination)."""
     return _per_link(schedule, lambda size: 1)
 
 
 def volume(schedule: Schedule) -> dict[tuple[int, int], Fraction | int]:
-    """Volume sent in a step by (source, destination); a whole micro-batch's message is 1."""
+    """Return the volume sent per step by (source, destination); a whole micro-batch counts 1."""
     return _per_link(schedule, lambda size: size / schedule.slices)
 
 
@@ -98,7 +101,7 @@ def _per_link(
     schedule: Schedule, of: Callable[[Fraction], Amount]
 ) -> dict[tuple[int, int], Amount]:
     dependencies = Dependencies(schedule)
-    ways = 1 if schedule.forward_only else 2
+    directions = 1 if schedule.forward_only else 2
     result: dict[tuple[int, int], Amount] = {}
     counts = (
         [schedule.microbatches]
@@ -107,17 +110,17 @@ def _per_link(
     )
     for flow, count in zip(dependencies.flows, counts, strict=True):
         row = schedule.placement.table[flow.direction]
-        for here, there in pairwise(row):
-            if here == there:
+        for src, dst in pairwise(row):
+            if src == dst:
                 continue
-            for link in ((here, there), (there, here))[:ways]:
+            for link in ((src, dst), (dst, src))[:directions]:
                 sent = count * schedule.slices * of(flow.size)
                 result[link] = _whole(result.get(link, 0) + sent)
     return dict(sorted(result.items()))
 
 
 def weight_replicas(schedule: Schedule) -> tuple[Amount, ...]:
-    """Per rank, the weights that it holds; 1 is the model's weights / number of ranks."""
+    """Return the size of each rank's weights, replicas included, in 1 / ranks of the model."""
     placement = schedule.placement
     shares = placement.stage_shares
     return tuple(
@@ -127,30 +130,31 @@ def weight_replicas(schedule: Schedule) -> tuple[Amount, ...]:
 
 
 class _Grains:
-    """Activations in grains, of which every operation adds or frees a whole number."""
+    """Activations counted in *grains*, so small that no operation adds or frees a part of one."""
 
     def __init__(self, schedule: Schedule, freed: Fraction) -> None:
         if not 0 <= freed <= 1:
-            raise ScheduleError(f"the share freed by I is from 0 to 1, not {freed}")
+            raise ScheduleError(f"the share freed by I must be from 0 to 1, not {freed}")
         self._schedule = schedule
         shares = schedule.placement.stage_shares
         parts = per_unit(shares)
         self._weights = [whole(share, parts) for share in shares]
-        """Of each stage; what one of weight 1 keeps is the unit."""
+        """Number of units in the activation of one slice at each stage. A larger micro-batch has
+        larger units (`_units`)."""
         units = [size / (parts * schedule.slices) for size in schedule.sizes or [Fraction(1)]]
         self._per_rank = per_unit((*units, *(unit * freed for unit in units)))
-        """Grains in a micro-batch of a full rank."""
+        """Number of grains in a whole micro-batch of a full rank."""
         self._units = [whole(unit, self._per_rank) for unit in units]
-        """Grains in a unit of a slice of each micro-batch, or of every one."""
+        """Number of grains in a unit, for each micro-batch; one number if none is split."""
         self._freed = [whole(unit * freed, self._per_rank) for unit in units]
-        """Those of them that I frees."""
+        """Number of grains that I frees per unit, in the same order as `_units`."""
 
     def amount(self, grains: int) -> Amount:
-        """So many grains in micro-batches of a full rank."""
+        """Convert grains to micro-batches of a full rank."""
         return _whole(Fraction(grains, self._per_rank))
 
     def peak(self, rank: int) -> int:
-        """The most grains alive at once on a rank."""
+        """Return the peak of activations on a rank, in grains."""
         schedule = self._schedule
         if schedule.sizes or schedule.recompute or len(set(self._weights)) > 1:
             alive = peak = 0
@@ -158,7 +162,7 @@ class _Grains:
                 peak = max(peak, alive + change.start)
                 alive += change.start + change.end
             return peak
-        # what an operation adds goes by its kind alone, and none both adds and frees
+        # what an operation adds depends on its kind alone, and none both adds and frees
         unit, freed = (each[0] * self._weights[0] for each in (self._units, self._freed))
         adds = {Kind.F: unit, Kind.B: -unit, Kind.I: -freed, Kind.W: freed - unit}
         if schedule.forward_only:
@@ -170,7 +174,7 @@ class _Grains:
         return int(by_kind[kinds].cumsum().max(initial=0))
 
     def changes(self, rank: int) -> Iterator[_Change]:
-        """The change that each operation of a rank makes, in order."""
+        """Yield the change of activations by each operation of a rank, in order."""
         schedule = self._schedule
         ops = schedule.rank_ops(rank)
         ahead = {(op.stage, op.microbatch) for op in ops if op.kind == Kind.R}
@@ -193,7 +197,7 @@ class _Grains:
 
 
 def _whole(amount: Amount) -> Amount:
-    """The same amount, as an int where it is whole."""
+    """Return an amount, as an int if it is whole."""
     result = plain(amount)
     assert not isinstance(result, float)
     return result

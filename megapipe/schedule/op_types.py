@@ -1,4 +1,4 @@
-"""Operations of a rank by what they do, whichever micro-batch they are of: few types for many."""
+"""Types of operations: operations of a rank that differ only in their micro-batch share a type."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megapipe.schedule.ir import (
 
 
 class OpType(NamedTuple):
-    """An operation without its micro-batch."""
+    """Properties that operations share if they differ only in their micro-batch."""
 
     kind: Kind
     stage: int
     slice: int
     size: Fraction | int
-    """Share of a whole micro-batch's rows."""
+    """Size of the micro-batch as a fraction of a whole one; 1 if no micro-batch is split."""
     rebuilds: bool
-    """Whether it is an I or B that runs the forward of its stage again, which no R has done."""
+    """Whether the operation, an I or B, recomputes the forward first: the list has no R for it."""
 
 
 def op_types(schedule: Schedule, rank: int) -> Iterator[OpType]:
-    """Yield the types of a rank's operations in their order, but for updates."""
+    """Yield the type of each operation in a rank's list, in order; updates (U) are skipped."""
     codes, recompute, sizes = schedule.ops[rank], schedule.recompute, schedule.sizes
-    alike, piece = ~(MICROBATCH_MASK << MICROBATCH_SHIFT | JOINED), ~(KIND_MASK | JOINED)
-    built = {code & piece for code in codes if code & KIND_MASK == Kind.R}
+    alike, item_mask = ~(MICROBATCH_MASK << MICROBATCH_SHIFT | JOINED), ~(KIND_MASK | JOINED)
+    built = {code & item_mask for code in codes if code & KIND_MASK == Kind.R}
     found: dict[tuple[int, Fraction | int, bool], OpType] = {}
     for code in codes:
         kind = code & KIND_MASK
@@ -45,7 +45,7 @@ def op_types(schedule: Schedule, rank: int) -> Iterator[OpType]:
             bool(recompute)
             and kind in (Kind.I, Kind.B)
             and code >> STAGE_SHIFT & STAGE_MASK in recompute
-            and code & piece not in built
+            and code & item_mask not in built
         )
         size = sizes[code >> MICROBATCH_SHIFT & MICROBATCH_MASK] if sizes else 1
         key = code & alike, size, rebuilds

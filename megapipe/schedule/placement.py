@@ -1,4 +1,4 @@
-"""Where each virtual stage of the model lives."""
+"""Which pipeline rank holds each virtual stage of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from megapipe.errors import ScheduleError
 class Placement:
     """A map from (direction, stage) to pipeline rank.
 
-    Stages are numbered 0 .. stages-1 in the order in which a micro-batch visits them forward.
-    A second direction holds the same stages on other ranks (bidirectional pipelines), some of them
-    perhaps on the same (stages with replicas).
+    Stages are numbered 0 .. stages-1 in the order in which a micro-batch visits them forward. A
+    second direction has the same stages on other ranks. In bidirectional pipelines its ranks are in
+    opposite order; with replicated stages only some stages are on another rank.
 
     Raises:
         ScheduleError: a rank out of range, a rank without a stage, or directions of unequal length.
@@ -51,60 +51,61 @@ class Placement:
         return len(self.table[0])
 
     def rank_of(self, stage: int, direction: int = 0) -> int:
-        """The rank that holds a stage in a direction."""
+        """Return the rank that holds a stage in a direction."""
         return self.table[direction][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank over all directions, ascending: its chunks in order."""
+        """Return the stages (model chunks) that a rank holds in any direction, ascending."""
         return tuple(
             sorted({stage for row in self.table for stage, at in enumerate(row) if at == rank})
         )
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage in any direction, ascending."""
+        """Return the ranks that hold a stage in any direction, ascending."""
         return tuple(sorted({row[stage] for row in self.table}))
 
     @property
     def stage_shares(self) -> tuple[Fraction, ...]:
-        """By stage, its share of a full rank, an equal part of the model; in all they are `ranks`.
+        """Size of each stage in full ranks; a full rank is 1 / `ranks` of the model.
 
-        With equally many holders stages are equally long, and one with c times as many is c times
-        as long: its holders take turns, and so all ranks have equal work.
+        Stages with equally many holders are of equal size. A stage with c times as many holders is
+        c times as large: its holders alternate micro-batches, so all ranks have equal work.
         """
         holders = [len(self.holders(stage)) for stage in range(self.stages)]
         return tuple(Fraction(self.ranks * count, sum(holders)) for count in holders)
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Stage s on rank s mod ranks; one chunk is the plain pipeline (Narayanan, 2104.04473)."""
+    """Put stage s on rank s mod ranks: a plain pipeline with one chunk per rank, an interleaved one
+    with more (Narayanan et al., 2104.04473)."""
     _at_least_one(ranks=ranks, chunks=chunks)
     return Placement(ranks, (tuple(range(ranks)) * chunks,))
 
 
 def vee(ranks: int) -> Placement:
-    """Two chunks per rank, down and back up: rank r has stages r and 2*ranks-1-r (2401.10241)."""
+    """Put stages r and 2*ranks-1-r on rank r, in the shape of a V (ZB-V, 2401.10241)."""
     _at_least_one(ranks=ranks)
     return Placement(ranks, ((*range(ranks), *reversed(range(ranks))),))
 
 
 def wave(ranks: int, waves: int = 1) -> Placement:
-    """Down and up again, `waves` times: 2*waves chunks per rank (Hanayo, 2308.15762)."""
+    """Chain `waves` V shapes (:func:`vee`): 2*waves chunks per rank (Hanayo, 2308.15762)."""
     _at_least_one(waves=waves)
     return Placement(ranks, (vee(ranks).table[0] * waves,))
 
 
 def mirrored(placement: Placement) -> Placement:
-    """Every direction a second time, the ranks in opposite order (Chimera, 2107.06925)."""
+    """Add every direction a second time, with ranks in opposite order (Chimera, 2107.06925)."""
     last = placement.ranks - 1
     opposite = tuple(tuple(last - rank for rank in row) for row in placement.table)
     return Placement(placement.ranks, placement.table + opposite)
 
 
 def replicated(replicas: Sequence[int]) -> Placement:
-    """So many ranks for each stage, which take turns (1F1B-RR of PipeDream, 1806.03377).
+    """Give each stage `replicas[stage]` ranks that alternate micro-batches (1F1B-RR, 1806.03377).
 
-    Direction i takes the (i mod c)-th of the c ranks of each stage, those of stage 0 being the
-    first. There are as many directions as the least common multiple of all c.
+    In direction i, a stage with c ranks uses the (i mod c)th of them. Ranks are numbered stage by
+    stage. The number of directions is the least common multiple of all c.
     """
     _at_least_one(**{f"replicas[{stage}]": count for stage, count in enumerate(replicas)})
     first = [sum(replicas[:stage]) for stage in range(len(replicas))]

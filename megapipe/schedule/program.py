@@ -1,7 +1,7 @@
-"""Programs: operations of a rank, its messages, and its collectives with replicas, in order.
+"""Programs: the operations, messages and data-parallel collectives of a rank, in order.
 
-:mod:`megapipe.schedule.lower` makes programs of schedules, the engine runs them, and the simulator
-and the plan read them.
+:mod:`megapipe.schedule.lower` makes programs from schedules, the engine runs programs, and the
+simulator and the plan read programs.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ class ActionKind(IntEnum):
     SEND = 1
     RECV = 2
     REDUCE = 3
-    """Begin to reduce the gradients of a stage."""
+    """Start to reduce the gradients of a stage over data-parallel replicas."""
     ALLOC_GRADS = 4
-    """Make room for the gradients of a stage."""
+    """Allocate memory for the gradients of a stage."""
     UNSHARD = 5
-    """Begin to gather the weights of a stage."""
+    """Start the all-gather of the weights of a stage."""
     WAIT_WEIGHTS = 6
-    """Wait until the weights of a stage are there."""
+    """Wait for the all-gather of the weights of a stage."""
     RESHARD = 7
-    """Let go of the gathered weights of a stage."""
+    """Free the gathered weights of a stage."""
 
 
 class Action(NamedTuple):
-    """One step of a rank's program.
+    """One entry of a rank's program.
 
-    A message is named by what it carries, alike at both ends: kind F is the output of the forward
-    of (stage, microbatch), for stage+1; kind I is the input gradient of its backward (I or B), for
-    stage-1. Actions of data-parallel replicas name the stage alone
-    (:mod:`megapipe.schedule.data_parallel`).
+    The fields of SEND and RECV name the operation that makes the message. Kind F: the output of
+    the forward of (stage, microbatch), which stage+1 needs. Kind I: the input gradient of the
+    backward (I or B) of (stage, microbatch), which stage-1 needs. Data-parallel actions use only
+    the stage (:mod:`megapipe.schedule.data_parallel`).
     """
 
     do: ActionKind
@@ -46,8 +46,8 @@ class Action(NamedTuple):
     peer: int = -1
     """The rank at the other end of a message."""
     acks: int = 0
-    """On RECV: how many further sends of this rank to the peer the message acknowledges: those that
-    the peer had received when it sent this message."""
+    """For a RECV: number of this rank's sends that the message acknowledges. The peer had received
+    these sends when it sent the message, and no earlier message acknowledged them."""
 
 
 @dataclass(frozen=True)

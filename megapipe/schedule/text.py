@@ -1,20 +1,20 @@
-"""The text of a schedule: one row per rank, a cell per operation.
+"""Schedules as CSV text: one row per rank, one cell per operation.
 
 Cells are those of torch.distributed.pipelining's compute-only CSV: ``2F5`` is the forward of
-micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` two operations that run as one. ``2F5.1`` is
-slice 1 of it. ``2F5@3`` reads the weights of version 3, ``2F5@3+1`` those predicted one update
-ahead, and ``2U4`` is the update of stage 2 by window 4. A micro-batch runs on the ranks in whose
-rows its cells stand, so directions are not written. What cells cannot say stands in lines before
-the first row: sizes, recomputing stages, and of a schedule with updates the micro-batches of a
-window, whether an update needs totals of all ranks (waits) and whether backwards read what their
-forwards do (follows)::
+micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` a joined pair. ``2F5.1`` works on slice 1 of
+micro-batch 5. ``2F5@3`` reads weight version 3, ``2F5@3+1`` this version predicted one update
+ahead, and ``2U4`` is the update of stage 2 with the gradients of update window 4. A micro-batch
+runs on the ranks in whose rows its cells are, so directions are not written. Lines before the first
+row have what cells cannot express: the sizes of micro-batches and the stages that recompute. A
+no-flush schedule also has the number of micro-batches per update window, `waits` if an update waits
+for all ranks, and `follows` if backwards read the same weights as their forwards
+(:class:`~megapipe.schedule.ir.Updates`)::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2
     # window 4 waits follows
 
-:func:`to_torch_csv` writes what torch's ``_load_csv`` reads, which adds the messages by rules of
-its own.
+:func:`to_torch_csv` writes only what torch's ``_load_csv`` can read; torch adds sends and receives.
 """
 
 import csv
@@ -34,7 +34,7 @@ _JOINED = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The text of a schedule."""
+    """Return a schedule as CSV text."""
     text = io.StringIO()
     if schedule.sizes:
         text.write(f"# sizes {' '.join(map(str, schedule.sizes))}\n")
@@ -66,11 +66,10 @@ def _cells(ops: Iterable[tuple[Op, Read | None]]) -> Iterator[str]:
 
 
 def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Schedule:
-    """Read what :func:`to_csv` or torch.distributed.pipelining writes (compute-only).
+    """Read a schedule from CSV of :func:`to_csv`, or compute-only CSV of torch's pipelining.
 
-    Placement, micro-batches and slices are those of the cells (a direction that no micro-batch runs
-    through leaves no trace, nor does a rank without operations); empty cells (idle slots) are
-    skipped.
+    Placement, micro-batches and slices follow from the cells. So directions without micro-batches
+    and ranks without operations are lost. Empty cells (idle time slots) are skipped.
 
     Raises:
         ScheduleError: an unreadable cell, a micro-batch with one stage on two ranks, a stage or
@@ -126,12 +125,13 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
 
 
 def _check_versions(name: str, lists: list[list[tuple[Op, Read | None]]], stale: bool) -> None:
-    """Versions and updates are in all cells, where a line tells the window, or in none."""
+    """Check that every cell names the weight version that it reads if the text has a ``# window``
+    line, and that no cell does otherwise."""
     for op, read in (pair for row in lists for pair in row):
         if op.kind == Kind.U and not stale:
             what = "an update needs the line '# window N' before the first row"
         elif op.kind != Kind.U and stale and read is None:
-            what = f"it does not say which version it reads, as in {op}@0"
+            what = f"it does not say which weight version it reads, as in {op}@0"
         elif read is not None and not stale:
             what = "a version needs the line '# window N' before the first row"
         else:
@@ -152,33 +152,35 @@ def _updates(window: list[str], lists: list[list[tuple[Op, Read | None]]]) -> Up
 
 
 def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, ...]]:
-    """The placement that the cells imply, and the direction of each micro-batch.
+    """Return the placement that the cells imply, and the direction of each micro-batch.
 
-    The ranks that a micro-batch visits make a direction, numbered by first use.
+    Every different sequence of ranks that a micro-batch visits is a direction. Directions are
+    numbered in the order of their first micro-batches.
     """
-    homes: dict[int, dict[int, int]] = {}
+    ranks_of: dict[int, dict[int, int]] = {}
     for rank, ops in enumerate(lists):
         for op in ops:
             if op.kind == Kind.U:
                 continue
-            home = homes.setdefault(op.microbatch, {}).setdefault(op.stage, rank)
-            if home != rank:
+            known = ranks_of.setdefault(op.microbatch, {}).setdefault(op.stage, rank)
+            if known != rank:
                 raise ScheduleError(
-                    f"schedule {name}: {op} is in row {rank + 1}, but stage {op.stage} of "
-                    f"micro-batch {op.microbatch} began in row {home + 1}; it lives on one rank"
+                    f"schedule {name}: {op} is in row {rank + 1}, but row {known + 1} has stage "
+                    f"{op.stage} of micro-batch {op.microbatch} already; all operations of a stage "
+                    "on a micro-batch must be in one row"
                 )
-    if not homes:
+    if not ranks_of:
         raise ScheduleError(f"schedule {name}: it has no operation")
-    stages = 1 + max(max(home) for home in homes.values())
+    stages = 1 + max(max(visited) for visited in ranks_of.values())
     paths: dict[tuple[int, ...], int] = {}
     direction = []
-    for microbatch in range(1 + max(homes)):
-        visits = homes.get(microbatch, {})
+    for microbatch in range(1 + max(ranks_of)):
+        visits = ranks_of.get(microbatch, {})
         missing = next((stage for stage in range(stages) if stage not in visits), None)
         if missing is not None:
             raise ScheduleError(
                 f"schedule {name}: {Op(Kind.F, missing, microbatch)} is missing: stages go up to "
-                f"{stages - 1}, micro-batches up to {max(homes)}"
+                f"{stages - 1}, micro-batches up to {max(ranks_of)}"
             )
         path = tuple(visits[stage] for stage in range(stages))
         direction.append(paths.setdefault(path, len(paths)))
@@ -202,13 +204,13 @@ def _parse(cell: str, where: str) -> list[tuple[Op, Read | None]]:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The compute-only CSV of a valid schedule, as torch's runtime takes it.
+    """Return the compute-only CSV of a valid schedule, as torch's runtime reads it.
 
-    Operations that run as one become OVERLAP_F_B, which torch runs one after the other unless
-    it is given a function for it.
+    Joined pairs become OVERLAP_F_B. torch runs the two operations of such a pair one after the
+    other unless it is given a custom function for OVERLAP_F_B.
 
     Raises:
-        ScheduleError: the schedule has something that torch's runtime does not know.
+        ScheduleError: the schedule has something that torch's runtime does not support.
     """
     for present, what in (
         (schedule.forward_only, "a schedule without backward"),

@@ -1,6 +1,6 @@
-"""Training: one step (:mod:`megapipe.train.step.flushed`) and the run around it.
+"""Training: a single step (:mod:`megapipe.train.step.flushed`) and the whole run.
 
-The package can be called: ``megapipe.train(config, ...)`` is :func:`megapipe.train.objects.train`.
+The package is callable: ``megapipe.train(config, ...)`` is :func:`megapipe.train.python_api.train`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 class _Package(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from megapipe.train.objects import train
+        from megapipe.train.python_api import train
 
         return train(*args, **kwargs)
 

@@ -1,9 +1,9 @@
-"""``pipeline.schedule: auto``: measure what operations cost, then search a schedule for them.
+"""``pipeline.schedule: auto``: measure the costs of operations, then search for a fast schedule.
 
-The first step warms up, the next few are timed, and as many recorded. Rank 0 then searches an order
-for the medians of what was recorded, on the placement that the run has, and tells it to all ranks;
-they go on with it from the next step, and time it as they timed the first. The new schedule is
-written into the run folder, where a resumed run finds it.
+The first step warms up, the next few are timed, and as many are recorded. Rank 0 then searches for
+the order of operations that is fastest for the median costs, with the run's placement, and sends it
+to all ranks. All ranks use it from the next step on, and again warm up and time a few steps. The
+new schedule is written into the run folder, where a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from megapipe.schedule.text import from_csv, to_csv
 from megapipe.schedule.timing.idle import typical_latency
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.train.train_step import TrainStep
-from megapipe.util.beneath import write_no_symlinks
+from megapipe.util.no_symlinks import write_no_symlinks
 
 WARM_UP = 1
-"""Steps before the first timed one, at the start and after the switch."""
+"""Number of steps before the first timed one, at the start and after the switch."""
 MEASURED = 3
-"""Steps that are timed before and after the switch, and recorded in between."""
+"""Number of steps in each phase: timed, recorded, and timed after a switch."""
 WORTH = 0.01
-"""Least gain, as a share of the step, for which another schedule is taken or mentioned."""
+"""Smallest gain, as a fraction of the step time, for which a schedule is used or mentioned."""
 QUICK = 300
-"""Orders that are timed in a search on each placement other than the run's."""
+"""Number of orders that a search simulates for each placement other than the run's."""
 FILE = "schedule.csv"
 
 
 class AutoSchedule:
-    """Call :meth:`after` when a step has ended, on every rank; `recording` is for the next step.
+    """Measures steps, then searches for a schedule and switches to it.
 
-    `note` tells the user a line, on rank 0. With `resumed` the schedule of the run folder is used.
+    Call :meth:`after` when a step has ended, on every rank; :attr:`recording` says whether to
+    record the next step. `note` prints a line on rank 0. With `resumed`, the schedule in the run
+    folder is used.
     """
 
     def __init__(
@@ -62,15 +64,15 @@ class AutoSchedule:
         self.config, self.layout, self.train_step, self.mesh = config, layout, step, mesh
         self.path = folder / FILE
         self.note = note
-        self.limit = config.pipeline.memory_limit or self._most_alive(step.schedule)
+        self.limit = config.pipeline.activation_limit or self._most_alive(step.schedule)
         self.steps = 0
         self.recorded = 0
-        """Steps recorded so far."""
+        """Number of steps recorded so far."""
         self.records: list[Record] = []
         self.last_step: list[Record] = []
         self.seconds: list[float] = []
         self.before: float | None = None
-        """Seconds per step with the first schedule, once there is another."""
+        """Seconds per step before the switch, kept until the gain is reported; else None."""
         self.searching = not (resumed and self._take_up())
 
     @property
@@ -79,7 +81,7 @@ class AutoSchedule:
         return self.searching and len(self.seconds) == MEASURED
 
     def _take_up(self) -> bool:
-        """Go on with the schedule that an earlier start of the run has found, if it has."""
+        """Use the schedule that an earlier start has found; return whether there is one."""
         text = ""
         if self.mesh.rank == 0:
             try:
@@ -90,11 +92,11 @@ class AutoSchedule:
         if not text:
             return False
         self.train_step.use(from_csv(text, name="auto"))
-        self.note(f"schedule auto: as found before, from {self.path}")
+        self.note(f"schedule auto: found before, read from {self.path}")
         return True
 
     def _saved(self) -> str:
-        """The text of the run folder's schedule; raises if it cannot be read or used here."""
+        """Return the text of the run folder's schedule, "" if none; raise if it cannot be used."""
         if not self.path.exists():
             return ""
         text = self.path.read_text(encoding="utf-8")
@@ -103,18 +105,19 @@ class AutoSchedule:
         same = ("placement", "microbatches", "direction", "slices", "sizes", "recompute")
         for what in same:
             if getattr(schedule, what) != getattr(ours, what):
-                raise ScheduleError(f"its {what} is not that of this run")
+                raise ScheduleError(f"its {what} differs from this run's")
         held = self._most_alive(schedule)
         if held > self.limit:
             raise ScheduleError(f"it holds {held:g} micro-batches, the limit is {self.limit:g}")
         return text
 
     def _most_alive(self, schedule: Schedule) -> float:
-        """The most micro-batches that a rank holds, less what their input gradients free."""
+        """Return the maximum number of micro-batches whose activations a rank holds. A fraction is
+        possible, as I (input gradients) frees a part of a micro-batch's activations."""
         return float(max(peak_weighted(schedule, self.layout.freed_by_input_grad)))
 
     def after(self, seconds: float, *, recorded: bool) -> None:
-        """A step has ended, which took `seconds`, recorded or not."""
+        """Process the end of a step that took `seconds`; `recorded`: the step was recorded."""
         recording = self.recording
         self.steps += 1
         if recording:
@@ -137,11 +140,11 @@ class AutoSchedule:
 
     @property
     def _timing(self) -> bool:
-        """Whether the time of the step that has ended is to be noted."""
+        """Whether the time of the step that has just ended goes into the median."""
         return (self.searching or self.before is not None) and self.steps > WARM_UP
 
     def _switch(self, typical: float) -> None:
-        """Search on rank 0, and go on with what it finds."""
+        """Search for a schedule on rank 0, and switch all ranks to it if one is found."""
         text = self._search() if self.mesh.rank == 0 else ""
         text = self.mesh.share(text)
         if text:
@@ -149,7 +152,7 @@ class AutoSchedule:
             self.before = typical
 
     def _search(self) -> str:
-        """The text of a better schedule; empty where there is none worth a change."""
+        """Return a better schedule as text; "" if no schedule is worth a switch."""
         first = self.train_step.schedule
         drawn = timeline(first, self.last_step)
         cost = replace(measured_cost(first, self.records), latency=typical_latency(drawn))
@@ -159,13 +162,13 @@ class AutoSchedule:
         gain = 1 - float(found.value) / now
         chosen = found.schedule if gain >= WORTH else first
         if chosen is first:
-            told = f"{first.name} stays: predicted {now:.4g} s per pass, none found is shorter"
+            message = f"keeping {first.name}: predicted {now:.4g} s per pass, none found is shorter"
         else:
-            told = (
+            message = (
                 f"{found.schedule.name} chosen: predicted {float(found.value):.4g} s per pass "
                 f"instead of {now:.4g} s with {first.name} ({gain:.1%} less)"
             )
-        self.note(f"schedule auto: {told}; at most {self.limit:g} micro-batches held per rank")
+        self.note(f"schedule auto: {message}; at most {self.limit:g} micro-batches held per rank")
         self._advise(cost, float(simulate(chosen, cost).makespan))
         text = to_csv(chosen)
         try:
@@ -184,14 +187,14 @@ class AutoSchedule:
             self.train_step.schedule.microbatches,
             cost_of=lambda _: cost,
             placements=(placement,),
-            memory_limit=self.limit,
+            activation_limit=self.limit,
             accounting="weighted",
             freed=self.layout.freed_by_input_grad,
             evaluations=evaluations,
         )
 
     def _advise(self, cost: Cost, now: float) -> None:
-        """Say which other placement would do better, if one would."""
+        """Print another placement that would be faster, if there is one."""
         best: tuple[float, str] | None = None
         for name, placement, other_cost in self._others(cost):
             try:
@@ -202,12 +205,12 @@ class AutoSchedule:
                 best = value, name
         if best is not None and best[0] < (1 - WORTH) * now:
             self.note(
-                f"schedule auto: {best[1]} would do better: predicted {best[0]:.4g} s per pass "
-                f"({1 - best[0] / now:.1%} less)"
+                f"schedule auto: {best[1]} would be faster: predicted {best[0]:.4g} s per "
+                f"pass ({1 - best[0] / now:.1%} less)"
             )
 
     def _others(self, cost: Cost) -> Iterator[tuple[str, Placement, Cost]]:
-        """Other placements, and what their stages would cost with an even partition."""
+        """Yield other placements, and the costs of their stages with an even partition."""
         ranks, layers, ends = (
             self.layout.pp,
             self.layout.model.layers,
@@ -223,7 +226,7 @@ class AutoSchedule:
                 yield name, placement, self._repartitioned(cost, placement)
 
     def _repartitioned(self, cost: Cost, placement: Placement) -> Cost:
-        """The measured costs, spread over the stages of another placement."""
+        """Spread the measured costs over the stages of another placement."""
         table = dict(zip("FBIW", cost.table(self.layout.stages), strict=False))
         parts = {kind: self._by_part([float(time) for time in table[kind]]) for kind in table}
         layer, embedding, head = (sum(parts[kind][i] for kind in "FIW") for i in range(3))
@@ -242,7 +245,7 @@ class AutoSchedule:
         return Cost(times("F"), times("I"), times("W"), times("B"), latency=cost.latency)
 
     def _by_part(self, times: list[float]) -> tuple[float, float, float]:
-        """Time of a layer, of the embedding and of the head, from those of the stages."""
+        """Estimate the times of a layer, the embedding and the head from the stages' times."""
         specs = self.layout.stage_layers
         inner = [
             time / len(spec.layers)

@@ -1,7 +1,7 @@
-"""Training state to checkpoint pieces and back.
+"""Conversion of training state to checkpoint pieces and back.
 
-A rank writes the slices that it owns: flat ranges of its regions of the global tensors, cut into
-rectangles, without the padding of the vocabulary. A rank reads the regions that its layout needs.
+Each rank writes the values that it owns: flat ranges of its shards of global tensors. They are cut
+into rectangles, without vocabulary padding. Each rank reads the regions that its layout needs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megapipe.optim.state_store import VELOCITY
 
 
 def pieces(optimizer: Optimizer) -> Iterator[Piece]:
-    """This rank's part of a checkpoint: master weights and states, named by what they are
-    ("model/<name>", "optimizer.exp_avg/<name>"), and older versions of the weights that are still
-    read ("stash.1/<name>", the last but one, and so on)."""
+    """Yield this rank's part of a checkpoint. Master weights are named "model/<name>", states
+    "optimizer.exp_avg/<name>" and so on. Older weight versions that are still read are named
+    "stash.1/<name>" (the newest of them), "stash.2/<name>" and so on."""
     for owned in optimizer.own_slices():
         spec = owned.spec
         for position, local in flat_regions(spec.sizes, owned.start, owned.stop):
@@ -35,8 +35,8 @@ def pieces(optimizer: Optimizer) -> Iterator[Piece]:
 
 
 def read_region(checkpoint: TensorReader, kind: str, spec: LocalParameter, out: Tensor) -> None:
-    """Fill `out`, this rank's part of ``kind/name``, from a checkpoint of any layout; padding
-    beyond the true shape is left alone."""
+    """Fill `out`, this rank's shard of the entry ``<kind>/<name of spec>``, from a checkpoint of
+    any layout. Padding is left as it is."""
     for inside, region in spec.global_regions():
         checkpoint.read_into(out[inside], f"{kind}/{spec.name}", region)
 
@@ -44,8 +44,8 @@ def read_region(checkpoint: TensorReader, kind: str, spec: LocalParameter, out: 
 def files_needed(
     optimizer: Optimizer, checkpoint: Checkpoint, beside: Iterable[str] = ()
 ) -> set[str]:
-    """The files of a checkpoint that :func:`load` reads on this rank, and those with all of the
-    entries `beside`."""
+    """Return the checkpoint files that this rank needs: those with regions that :func:`load` reads,
+    and all files of the entries `beside`."""
     files: set[str] = set()
     for name in beside:
         files |= checkpoint.files_with(name)
@@ -59,8 +59,8 @@ def files_needed(
 
 
 def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int, lr: float) -> None:
-    """Set weights and optimizer states, which have seen `updates`, the last one with learning rate
-    `lr`, to those of a checkpoint. Weights of which it has no velocity begin without one."""
+    """Load weights and optimizer states. `updates`: number of updates before the checkpoint. `lr`:
+    learning rate of the last update. A velocity that is not stored starts at 0."""
     load_weights(optimizer, checkpoint)
     names = set(checkpoint.names())
 
@@ -82,7 +82,7 @@ def load(optimizer: Optimizer, checkpoint: Checkpoint, updates: int, lr: float) 
 def load_weights(
     optimizer: Optimizer, weights: TensorReader, *, fresh: Container[str] = (), seed: int = 0
 ) -> None:
-    """Set the weights alone; those named in `fresh` get the initial values of `seed`."""
+    """Load only weights. Weights named in `fresh` are initialised from `seed` instead."""
 
     def fill(spec: LocalParameter, out: Tensor) -> None:
         if spec.name in fresh:

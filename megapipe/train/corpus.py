@@ -1,4 +1,4 @@
-"""The corpus of a run on all of its processes, and whether it is the checkpoint's."""
+"""Preparation of a run's corpus on all processes, and its comparison with the checkpoint's."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megapipe.errors import DataError, MegapipeError
 from megapipe.train.resume.changes import Change
 from megapipe.train.resume.coordinates import ResumePoint
 from megapipe.util import heartbeat
-from megapipe.util.left_out import SkippedSamples
+from megapipe.util.skipped_samples import SkippedSamples
 from megapipe.watch.journal import text
 
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=7)
-"""How long the other processes wait for one of their node to tokenize a corpus, at most: monitors
-(:mod:`megapipe.watch`) end the job where a rank is lost."""
+"""Longest time that a node's other processes wait while one of them tokenizes a corpus; monitors
+(:mod:`megapipe.watch`) end the job earlier if a rank is lost."""
 
 
 def prepare_on_all(
     config: Config, tokenizer: Tokenizer, mesh: ParallelMesh, *, local_rank: int
 ) -> Sources:
-    """The corpora; one process of each node prepares them before the others ask for them, and
-    removes what killed jobs have left of others in the cache, which may be the node's own.
+    """Load the corpora: one process of each node prepares them before the others load them. That
+    process also removes leftovers of killed jobs from the cache, which may be local to the node.
 
-    Raises a :class:`MegapipeError` of any rank on all of them.
+    Raises a :class:`MegapipeError` of any rank on all ranks.
     """
 
     def load() -> Sources:
@@ -53,9 +53,9 @@ def prepare_on_all(
 
 
 def on_node_leaders_first(mesh: ParallelMesh, local_rank: int, make: Callable[[], T]) -> T:
-    """Call `make` on every process, on one of each node before the others, and return its result.
+    """Call `make` on every process, first on one process of each node, and return its result.
 
-    It may take long. Raises a :class:`MegapipeError` of any rank on all of them.
+    The call may take long. Raises a :class:`MegapipeError` of any rank on all ranks.
     """
     mesh.journal.set_activity(text("preparing the data"))
     made: list[T] = []
@@ -71,41 +71,44 @@ def on_node_leaders_first(mesh: ParallelMesh, local_rank: int, make: Callable[[]
     return made[0]
 
 
-def past_of(checkpoint: Checkpoint | None, *, anew: bool, left_out: SkippedSamples) -> ConsumedData:
-    """How far a checkpoint is in the data, of which a run that begins leaves some out; `anew`: they
-    are begun again. Raises :class:`CheckpointError`."""
+def past_of(
+    checkpoint: Checkpoint | None, *, anew: bool, skipped_samples: SkippedSamples
+) -> ConsumedData:
+    """Return a checkpoint's position in the data. `anew`: count samples from 0 again.
+    `skipped_samples`: samples that the configuration skips. Raises :class:`CheckpointError`."""
     if checkpoint is None:
-        return ConsumedData(left_out=left_out)
+        return ConsumedData(skipped_samples=skipped_samples)
     if anew:
-        return ConsumedData(checkpoint.step, left_out=left_out)
+        return ConsumedData(checkpoint.step, skipped_samples=skipped_samples)
     found = ResumePoint.of(checkpoint)
-    kept = SkippedSamples.stored(checkpoint.manifest.coordinates.get("left_out", []))
-    gone = kept.going_on(left_out, found.samples)
+    kept = SkippedSamples.stored(checkpoint.manifest.coordinates.get("skipped_samples", []))
+    gone = kept.going_on(skipped_samples, found.samples)
     return ConsumedData(checkpoint.step, found.samples, found.order, gone)
 
 
 def name_of(data: DataConfig) -> str:
-    """The keys that say what is trained on, with their values."""
+    """Return a name of the training data for messages, from the settings that select them."""
     if not data.mixture:
         return data.source
     return ", ".join(f"{name}={source.source}" for name, source in data.mixture.items())
 
 
 def _compare_ranks(own: Sources, data: DataConfig, mesh: ParallelMesh) -> None:
-    """Raise on every rank if one has another tokenizer or another data set than rank 0: its node
-    has other files of these names, or the user's code has made another."""
+    """Raise on every rank if a rank has another tokenizer or data set than rank 0, for example
+    because its node has other files under the same names."""
     shared = mesh.share(json.dumps([own.tokenizer, own.everything, own.files]))
     tokenizer, everything, files = json.loads(shared)
     error = None
     if own.tokenizer != tokenizer:
         error = DataError(
-            f"data.tokenizer={data.tokenizer}: rank {mesh.rank} has another tokenizer than rank 0, "
-            "with other ids of texts or another end mark: expected the same in every process"
+            f"data.tokenizer={data.tokenizer}: rank {mesh.rank} has another tokenizer than "
+            "rank 0, with other token ids or another end mark: expected the same tokenizer in "
+            "every process"
         )
     elif not own.is_like(everything, files):
         error = DataError(
             f"data.source={name_of(data)}: rank {mesh.rank} has other samples than rank 0: "
-            "expected the same in every process and at every call"
+            "expected the same samples in every process and at every call"
         )
     raise_on_all(mesh, error)
 
@@ -113,9 +116,8 @@ def _compare_ranks(own: Sources, data: DataConfig, mesh: ParallelMesh) -> None:
 def change_of_corpus(
     checkpoint: Checkpoint | None, prepared: Sources, data: DataConfig
 ) -> Change | None:
-    """How the corpus `prepared` for `data` differs from the checkpoint's, or, where it has ids
-    already, the tokenizer; None where the tokens are the same, whatever their names, or there is no
-    checkpoint."""
+    """Return how the corpus `prepared` differs from the checkpoint's; if its tokens are equal,
+    return how the tokenizer differs. None if neither differs, or there is no checkpoint."""
     if checkpoint is None:
         return None
     config, stored = checkpoint.manifest.config, checkpoint.manifest.digests
@@ -132,7 +134,7 @@ def change_of_corpus(
 
 
 def _stored_name(config: Mapping[str, Any]) -> str:
-    """The result of :func:`name_of` for the keys of a checkpoint."""
+    """Return the name of a checkpoint's training data for messages, from its configuration."""
     mixture = json.loads(config.get("data.mixture", "{}"))
     if not mixture:
         return str(config.get("data.source"))

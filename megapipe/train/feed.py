@@ -1,8 +1,8 @@
-"""From rows of the global batch to the micro-batches that a schedule runs.
+"""Conversion of a global batch's samples to the micro-batches that a schedule runs.
 
-Micro-batch i of data-parallel replica d is number i * dp + d of the global batch, in every layout.
-A schedule may run some of its rows, or slices of it (fewer positions); a process fetches what its
-own first and last stages need.
+In every layout, whole micro-batch i of data-parallel replica d is micro-batch i * dp + d of the
+global batch. A schedule can split it into micro-batches of fewer samples, or into slices (fewer
+positions). A process reads samples only for its first and last stages, or for documents.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from megapipe.layout.layout import Layout
 from megapipe.ops.documents import Documents, document_ids, positions_in
 from megapipe.ops.transfer import Uploads
 from megapipe.schedule.ir import Schedule
-from megapipe.train.reading import PrefetchThread
-from megapipe.train.same_data import check_same_data, checksum
-from megapipe.util.left_out import SkippedSamples
+from megapipe.train.data_agreement import check_same_data, checksum
+from megapipe.train.prefetch_thread import PrefetchThread
+from megapipe.util.skipped_samples import SkippedSamples
 
 BatchReader = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
-"""Global sample indices -> tokens [b, s], labels [b, s], mask [b, s], which is bool, or of a
-mixture uint8: 1 + the source of what counts in the loss; and documents [b, s] where samples are
-packed."""
+"""Function: global sample indices -> tokens, labels, mask, and documents if samples are packed,
+each [b, s]. The mask is bool. For a mixture it is uint8: 1 + the source's index for tokens that
+count in the loss, else 0."""
 
 
 NOTHING = SkippedSamples()
 Wholes = dict[int, Samples]
-"""Whole micro-batches, by their numbers within the step."""
+"""Samples of each whole micro-batch, by its index in this replica's step."""
 
 
 class WorkItem(NamedTuple):
-    """Rows and positions of a whole micro-batch: one (micro-batch, slice) of a schedule."""
+    """One (micro-batch, slice) of a schedule: some samples and positions of a whole micro-batch."""
 
     key: Key
     whole: int
-    """Number of the whole micro-batch within the step and replica."""
+    """Index of the whole micro-batch in this replica's step."""
     rows: slice
     positions: slice
 
 
 def work_items(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> Iterator[WorkItem]:
-    """All pieces of a step, those of a micro-batch in a row; `rows` are those of a whole one."""
+    """Yield the work items of a step, by micro-batch; a whole micro-batch has `rows` samples."""
     stop = 0
     for microbatch in range(schedule.microbatches):
         start, stop = stop, stop + int(schedule.size_of(microbatch) * rows)
@@ -66,10 +66,10 @@ def work_items(schedule: Schedule, rows: int, slice_lengths: Sequence[int]) -> I
 
 
 class LocalTokens(NamedTuple):
-    """The unmasked tokens of the last stages of a process, and of a mixture those of each source.
+    """Number of unmasked tokens on a process's last stages, and for a mixture also by source.
 
-    `losses` [pieces][sources] take the sums of their losses, `scratches` [pieces] are what layers
-    have stored beside them.
+    `losses` are tensors [sources] into which last stages write each work item's losses, summed by
+    source. `scratches`, one per work item, hold values that layers store.
     """
 
     tokens: int
@@ -78,63 +78,62 @@ class LocalTokens(NamedTuple):
     scratches: Sequence[Scratch] = ()
 
     def none(self) -> LocalTokens:
-        """Nothing, of as many sources; but what layers have stored, which is of the tokens here."""
+        """Return an instance with zero tokens and losses, and with the same `scratches`."""
         by_source = tuple(0 for _ in self.by_source)
         return LocalTokens(0, by_source, [loss * 0 for loss in self.losses], self.scratches)
 
     def summed_losses(self) -> list[Tensor]:
-        """[sources], in a list; without a mixture the list is empty."""
+        """Return one tensor of losses [sources] in a list; without a mixture, an empty list."""
         return [torch.stack(list(self.losses)).sum(0)] if self.losses else []
 
 
-class _Place(NamedTuple):
-    """Where in the data the micro-batches of a program begin."""
+class _FetchArguments(NamedTuple):
+    """Source of a step's micro-batches: schedule, reader, and position in the data."""
 
     schedule: Schedule
     rows: BatchReader
     first: int
-    """Samples that come before."""
-    left_out: SkippedSamples
-    """Numbers that are no sample."""
+    """Number of samples that earlier steps took."""
+    skipped_samples: SkippedSamples
+    """Samples that no step takes."""
 
 
-class _ReadPiece(NamedTuple):
-    piece: WorkItem
+class _ReadItem(NamedTuple):
+    item: WorkItem
     ids: Tensor | None
-    """Documents of its tokens and of those before them; copied ahead of what follows."""
+    """Document ids of the item's tokens and of earlier tokens of its samples, or None."""
     at: int
-    """Where what is copied for it begins."""
+    """Index of the item's first tensor among the tensors copied to the device."""
     needed: bool
-    """Whether its tokens, labels and mask are."""
+    """Whether the item's tokens, labels and mask are needed."""
     scored: bool
-    """Whether its last stage is of this process."""
+    """Whether this process has the item's last stage."""
 
 
 class _Read(NamedTuple):
-    """The data of a program, on their way to the device."""
+    """The data of a step, in flight to the device."""
 
-    pieces: list[_ReadPiece]
+    items: list[_ReadItem]
     own: tuple[int, ...]
-    """Unmasked tokens of the last stages of this process, and of a mixture those of each source."""
+    """Number of unmasked tokens on local last stages; for a mixture, then the number per source."""
     samples: list[int]
-    """Numbers of those that first stages of this process are given."""
+    """Global indices of the samples that local first stages receive."""
     length: int | None
-    """Of what is here of a whole sequence, where sequences are cut into slices."""
-    held: LocalPositions | None
-    """The positions that are here, where not all are."""
+    """Number of positions of a whole sequence on this cp rank; None without slices."""
+    local_positions: LocalPositions | None
+    """Positions on this cp rank; None without context parallelism."""
     take: Callable[[], list[Tensor]]
-    """Gives what was copied."""
+    """Function that returns the copied tensors."""
     checksum: int
-    """Of all samples that were read, where these are compared (pipeline.debug)."""
+    """Checksum of all samples read, if ranks compare them (pipeline.debug)."""
 
 
 class Feed:
     """Fetches micro-batches for the stages of the pipeline ranks that this process runs.
 
-    With `document_end`, the token that ends a document, attention ends at documents: then every
-    stage needs to know where they are. `sources` are those of a mixture, 0 if there is none.
-    `last_stages` are the ranks with a last stage that count their tokens together, by default all
-    of pp.
+    `document_end`: id of the EOS token if attention ends at documents; then every stage needs
+    document ids. `sources` is the number of sources of a mixture, 0 without a mixture. Ranks with a
+    last stage sum their token counts over `last_stages`, by default pp.
     """
 
     def __init__(
@@ -157,15 +156,15 @@ class Feed:
         self._prefetch = prefetches(config.data)
         self._resets = config.resets_positions
         self._uploads = Uploads(mesh.device)
-        self._ahead: tuple[_Place, _Read] | None = None
-        """The data on their way to the device, and their place."""
-        self._total: tuple[_Place, int] | None = None
-        """The unmasked tokens of the global batch at a place, where they are known ahead."""
+        self._ahead: tuple[_FetchArguments, _Read] | None = None
+        """Data of the next step, in flight to the device, with the arguments of their fetch."""
+        self._total: tuple[_FetchArguments, int] | None = None
+        """Number of unmasked tokens in the next global batch, if counted before its fetch."""
         self._reader = PrefetchThread()
-        self._reading: tuple[_Place, Future[Wholes]] | None = None
-        """The samples that are being read, and their place."""
+        self._reading: tuple[_FetchArguments, Future[Wholes]] | None = None
+        """Samples that the thread is reading, with the arguments of their fetch."""
         self.samples_read: list[int] = []
-        """Numbers of the samples that first stages of this process were given last."""
+        """Global indices of the newest fetch's samples on local first stages."""
 
     def fetch(
         self,
@@ -174,23 +173,23 @@ class Feed:
         step: int,
         first: int,
         factor: float = 1.0,
-        left_out: SkippedSamples = NOTHING,
+        skipped_samples: SkippedSamples = NOTHING,
     ) -> tuple[dict[Key, MicroBatch], LocalTokens]:
-        """The micro-batches of the samples that come after `first` others, of all numbers but those
-        `left_out`, and the unmasked tokens of the last stages of this process.
+        """Fetch a step's micro-batches, and count the unmasked tokens of this process's last
+        stages. Earlier steps took `first` samples; `skipped_samples` are left out.
 
-        `factor` multiplies the loss besides the global token count (a loss scale).
+        `factor`, such as a loss scale, multiplies the loss in addition to 1 / global token count.
         """
-        place = _Place(schedule, rows, first, left_out)
-        if self._ahead is not None and self._ahead[0] == place:
+        arguments = _FetchArguments(schedule, rows, first, skipped_samples)
+        if self._ahead is not None and self._ahead[0] == arguments:
             read, self._ahead = self._ahead[1], None
         else:
-            read = self._start(place, self._take(place))
+            read = self._start(arguments, self._take(arguments))
         if self.config.pipeline.debug:
             check_same_data(read.checksum, step, self.mesh)
         self.samples_read = read.samples
         tokens_here, *by_source = read.own
-        total = self._known_total(place)
+        total = self._known_total(arguments)
         if total is None:
             total = self._over_replicas(schedule, tokens_here)
         positions_in_all = self._positions(schedule)
@@ -198,7 +197,7 @@ class Feed:
         result = {}
         sequences: dict[tuple[int, int], Scratch] = {}
         losses = [self._losses(0.0)] if self.sources else []
-        for piece, ids, at, needed, scored in read.pieces:
+        for item, ids, at, needed, scored in read.items:
             documents = None
             if ids is not None:
                 documents, at = Documents(ids, self.mesh.device, near[at]), at + 1
@@ -207,10 +206,10 @@ class Feed:
             mixed = scored and mask is not None and mask.dtype != torch.bool
             if mixed:
                 losses.append(self._losses(math.nan))
-            index = piece.whole * self.layout.dp + self.mesh.dp.index
+            index = item.whole * self.layout.dp + self.mesh.dp.index
             sliced = read.length is not None
-            rows_of = piece.whole, piece.rows.start
-            result[piece.key] = MicroBatch(
+            rows_of = item.whole, item.rows.start
+            result[item.key] = MicroBatch(
                 index=index,
                 step=step,
                 seed=self.config.run.seed,
@@ -221,10 +220,10 @@ class Feed:
                 mask=mask,
                 documents=documents,
                 by_source=losses[-1] if mixed else None,
-                first_row=piece.rows.start,
-                sample=index * self.config.train.microbatch + piece.rows.start,
-                start=piece.positions.start // self.layout.cp,
-                local_positions=read.held,
+                first_row=item.rows.start,
+                sample=index * self.config.train.microbatch + item.rows.start,
+                start=item.positions.start // self.layout.cp,
+                local_positions=read.local_positions,
                 positions=positions,
                 sequence_length=read.length,
                 sequence_scratch=sequences.setdefault(rows_of, Scratch()) if sliced else None,
@@ -233,60 +232,72 @@ class Feed:
         return result, LocalTokens(tokens_here, tuple(by_source), losses, scratches)
 
     def read_ahead(
-        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
+        self,
+        schedule: Schedule,
+        rows: BatchReader,
+        first: int,
+        skipped_samples: SkippedSamples = NOTHING,
     ) -> None:
-        """Begin to read, in a thread, what :meth:`fetch` will be asked for after this step."""
-        place = _Place(schedule, rows, first, left_out)
-        reads = self._reading is not None and self._reading[0] == place
+        """Start reading, in a thread, what :meth:`fetch` will need for the next step."""
+        arguments = _FetchArguments(schedule, rows, first, skipped_samples)
+        reads = self._reading is not None and self._reading[0] == arguments
         if self._prefetch and not reads:
-            self._reading = place, self._reader.begin(lambda: self._samples(place))
+            self._reading = arguments, self._reader.begin(lambda: self._samples(arguments))
 
     def upload_ahead(
-        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
+        self,
+        schedule: Schedule,
+        rows: BatchReader,
+        first: int,
+        skipped_samples: SkippedSamples = NOTHING,
     ) -> None:
-        """Begin to copy it to a GPU, while that computes."""
+        """Start copying the next step's data to a GPU while the GPU computes."""
         if self.mesh.device.type != "cuda":
             return
-        place = _Place(schedule, rows, first, left_out)
+        arguments = _FetchArguments(schedule, rows, first, skipped_samples)
         try:
-            samples = self._take(place)
-        except Exception:  # it is raised where it belongs: when the samples are fetched
+            samples = self._take(arguments)
+        except Exception:  # raised when the samples are fetched
             return
-        self._ahead = place, self._start(place, samples)
+        self._ahead = arguments, self._start(arguments, samples)
 
     def count_ahead(
-        self, schedule: Schedule, rows: BatchReader, first: int, left_out: SkippedSamples = NOTHING
+        self,
+        schedule: Schedule,
+        rows: BatchReader,
+        first: int,
+        skipped_samples: SkippedSamples = NOTHING,
     ) -> float:
-        """This rank's part of the unmasked tokens of what is fetched next, to be added up with all
-        else at the end of a step; NaN where it cannot be read, which :meth:`fetch` will tell."""
-        place = _Place(schedule, rows, first, left_out)
-        if self._ahead is None or self._ahead[0] != place:
+        """Return this rank's number of unmasked tokens in the next fetch, to be summed with the
+        step's totals. If the samples cannot be read, return NaN; :meth:`fetch` then raises."""
+        arguments = _FetchArguments(schedule, rows, first, skipped_samples)
+        if self._ahead is None or self._ahead[0] != arguments:
             try:
-                self._ahead = place, self._start(place, self._take(place))
-            except Exception:  # it is raised where it belongs: when the samples are fetched
+                self._ahead = arguments, self._start(arguments, self._take(arguments))
+            except Exception:  # raised when the samples are fetched
                 return math.nan
         return float(self._ahead[1].own[0]) if self.mesh.tp.index == 0 else 0.0
 
     def know_total(self, total: float) -> None:
-        """Take over what all ranks together have counted ahead; NaN: some rank could not."""
+        """Store the sum of all ranks' :meth:`count_ahead` for the next fetch; NaN: unknown."""
         ahead = self._ahead if math.isfinite(total) else None
         self._total = None if ahead is None else (ahead[0], int(total))
 
-    def _known_total(self, place: _Place) -> int | None:
-        if self._total is None or self._total[0] != place:
+    def _known_total(self, arguments: _FetchArguments) -> int | None:
+        if self._total is None or self._total[0] != arguments:
             return None
         (_, total), self._total = self._total, None
         return total
 
-    def _take(self, place: _Place) -> Wholes:
-        """The samples of a place: those that were read ahead, or read now."""
-        if self._reading is not None and self._reading[0] == place:
+    def _take(self, arguments: _FetchArguments) -> Wholes:
+        """Return the samples at a position, either prefetched or read now."""
+        if self._reading is not None and self._reading[0] == arguments:
             reading, self._reading = self._reading[1], None
             return reading.result()
-        return self._samples(place)
+        return self._samples(arguments)
 
     def _count(self, mask: Tensor) -> Tensor:
-        """[1 + sources]: what is not 0 in a mask, and in that of a mixture of each source."""
+        """Return the number of a mask's nonzero values, in total and by source: [1 + sources]."""
         if mask.dtype == torch.bool:
             return torch.tensor([int(mask.sum()), *[0] * self.sources])
         counts = torch.bincount(mask.flatten(), minlength=1 + self.sources)
@@ -294,104 +305,104 @@ class Feed:
         return counts
 
     def _losses(self, value: float) -> Tensor:
-        """[sources], of that value."""
+        """Make a tensor of losses [sources], filled with `value`."""
         size = (self.sources,)
         return torch.full(size, value, dtype=torch.float64, device=self.mesh.device)
 
-    def _pieces(self, schedule: Schedule) -> Iterator[tuple[WorkItem, bool, bool]]:
-        """The pieces of a step, and whether this process has their first and their last stage."""
-        for piece in work_items(schedule, self.config.train.microbatch, self._lengths(schedule)):
-            homes = schedule.placement.table[schedule.direction_of(piece.key[0])]
-            yield piece, homes[0] in self.ranks, homes[-1] in self.ranks
+    def _items(self, schedule: Schedule) -> Iterator[tuple[WorkItem, bool, bool]]:
+        """Yield (work item, whether its first stage is local, whether its last stage is local)."""
+        for item in work_items(schedule, self.config.train.microbatch, self._lengths(schedule)):
+            rank_of = schedule.placement.table[schedule.direction_of(item.key[0])]
+            yield item, rank_of[0] in self.ranks, rank_of[-1] in self.ranks
 
     def _positions(self, schedule: Schedule) -> int:
-        """Positions of the global batch, masked ones too."""
+        """Return the number of positions in the global batch, masked ones included."""
         train, microbatches = self.config.train, schedule.whole_microbatches * self.layout.dp
         return int(microbatches) * train.microbatch * train.sequence_length
 
     def _lengths(self, schedule: Schedule) -> Sequence[int]:
-        """Positions of each slice."""
+        """Return the number of positions of each slice."""
         lengths = self.layout.slice_lengths
         return lengths if schedule.slices > 1 else (sum(lengths),)
 
-    def _samples(self, place: _Place) -> Wholes:
-        """Read what the stages of this process need."""
+    def _samples(self, arguments: _FetchArguments) -> Wholes:
+        """Read the whole micro-batches that the stages of this process need."""
         found: Wholes = {}
-        for piece, is_first, is_last in self._pieces(place.schedule):
+        for item, is_first, is_last in self._items(arguments.schedule):
             needed = is_first or is_last or self.document_end is not None
-            if needed and piece.whole not in found:
-                found[piece.whole] = Samples(*place.rows(self._numbers(place, piece.whole)))
+            if needed and item.whole not in found:
+                found[item.whole] = Samples(*arguments.rows(self._numbers(arguments, item.whole)))
         return found
 
-    def _start(self, place: _Place, samples: Wholes) -> _Read:
-        """Cut the samples into pieces, and begin to copy these to the device."""
-        found: list[_ReadPiece] = []
+    def _start(self, arguments: _FetchArguments, samples: Wholes) -> _Read:
+        """Cut the samples into work items, and start copying the work items to the device."""
+        found: list[_ReadItem] = []
         copied: list[Tensor] = []
         numbers: list[int] = []
         own = torch.zeros(1 + self.sources, dtype=torch.int64)
-        for piece, is_first, is_last in self._pieces(place.schedule):
+        for item, is_first, is_last in self._items(arguments.schedule):
             if is_last:
-                own += self._count(self._own(samples[piece.whole].mask, piece))
-            if is_first and piece.positions.start == 0:
-                numbers += self._numbers(place, piece.whole)[piece.rows]
+                own += self._count(self._own(samples[item.whole].mask, item))
+            if is_first and item.positions.start == 0:
+                numbers += self._numbers(arguments, item.whole)[item.rows]
             at, needed = len(copied), is_first or is_last
-            ids = self._document_ids(samples, piece)
+            ids = self._document_ids(samples, item)
             if ids is not None:
                 copied.append(ids)
             if needed:
-                copied += [self._own(x, piece) for x in samples[piece.whole][:3]]
+                copied += [self._own(x, item) for x in samples[item.whole][:3]]
             if needed and self._resets:
                 assert ids is not None, "positions begin anew where documents do"
-                copied.append(self._own(positions_in(ids), piece._replace(rows=slice(None))).t())
-            found.append(_ReadPiece(piece, ids, at, needed, is_last))
-        lengths = self._lengths(place.schedule)
+                copied.append(self._own(positions_in(ids), item._replace(rows=slice(None))).t())
+            found.append(_ReadItem(item, ids, at, needed, is_last))
+        lengths = self._lengths(arguments.schedule)
         length = sum(lengths) // self.layout.cp if len(lengths) > 1 else None
         return _Read(
             found,
             tuple(own.tolist()),
             numbers,
             length,
-            self._held(lengths),
+            self._local_positions(lengths),
             self._uploads.start(copied),
             checksum(x for _, read in sorted(samples.items()) for x in read if x is not None)
             if self.config.pipeline.debug
             else 0,
         )
 
-    def _own(self, samples: Tensor, piece: WorkItem) -> Tensor:
-        """The part of a piece, at the positions that are here, of tensors [b, s] of samples."""
-        split, here = self.layout.split, piece.positions
+    def _own(self, samples: Tensor, item: WorkItem) -> Tensor:
+        """Return the part of `samples` [b, s] that belongs to a work item, at local positions."""
+        split, here = self.layout.split, item.positions
         if split.cp == 1:
-            return samples[piece.rows, here]
+            return samples[item.rows, here]
         own = split.own(here.start, here.stop - here.start, self.mesh.cp.index)
-        return torch.cat([samples[piece.rows, run.here] for run in own.runs], dim=1)
+        return torch.cat([samples[item.rows, run.here] for run in own.runs], dim=1)
 
-    def _held(self, lengths: Sequence[int]) -> LocalPositions | None:
-        """The positions that are here of sequences in slices of these lengths; None: all."""
+    def _local_positions(self, lengths: Sequence[int]) -> LocalPositions | None:
+        """Return the positions on this cp rank, for slices of `lengths`; None without cp."""
         split = self.layout.split
         return None if split.cp == 1 else split.local(lengths, self.mesh.cp.index)
 
-    def _document_ids(self, samples: Wholes, piece: WorkItem) -> Tensor | None:
-        """Documents of the piece's tokens, and of the tokens before it in the same samples."""
+    def _document_ids(self, samples: Wholes, item: WorkItem) -> Tensor | None:
+        """Return the document ids of the item's tokens and of earlier tokens of its samples."""
         if self.document_end is None:
             return None
-        tokens, documents = samples[piece.whole].tokens, samples[piece.whole].documents
+        tokens, documents = samples[item.whole].tokens, samples[item.whole].documents
         ids = document_ids(tokens, self.document_end) if documents is None else documents
-        return ids[piece.rows, : piece.positions.stop]
+        return ids[item.rows, : item.positions.stop]
 
     def _over_replicas(self, schedule: Schedule, own: int) -> int:
-        """Unmasked tokens of the global batch, on the ranks that hold a last stage.
+        """Sum `own`, counts of unmasked tokens, over the global batch, on ranks with a last stage.
 
-        Pipeline ranks wait for each other only where several of them hold a last stage, and without
-        a flush only these.
+        Pipeline ranks wait for each other only if several of them hold a last stage. In a no-flush
+        pipeline only the ranks with a last stage wait.
         """
         count = torch.tensor([own], dtype=torch.float64)
-        several = len({homes[-1] for homes in schedule.placement.table}) > 1
+        several = len({rank_of[-1] for rank_of in schedule.placement.table}) > 1
         axes = (self._last_stages,) if several else ()
         return int(self.mesh.ordered_sum(count, "cp", "dp", *axes).item())
 
-    def _numbers(self, place: _Place, whole: int) -> Sequence[int]:
-        """The samples of a whole micro-batch."""
+    def _numbers(self, arguments: _FetchArguments, whole: int) -> Sequence[int]:
+        """Return the global sample indices of a whole micro-batch."""
         b = self.config.train.microbatch
-        start = place.first + (whole * self.layout.dp + self.mesh.dp.index) * b
-        return place.left_out.numbers(start, b)
+        start = arguments.first + (whole * self.layout.dp + self.mesh.dp.index) * b
+        return arguments.skipped_samples.numbers(start, b)

@@ -1,4 +1,4 @@
-"""State that follows the updates of a step by what its totals tell of routing."""
+"""Followers: state that changes after each update by the step's routing, such as expert biases."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from megapipe.checkpoint.stateful import Stateful
 
 
 class Follower(Stateful):
-    """State that follows updates; derive from it and override the parts that exist.
+    """Base of state that changes after each update; derive from it and override what applies.
 
-    All ranks call each method. `routing` is that of :class:`~megapipe.train.totals.StepStats`, the
-    same on all of them.
-    """
+    Each method is collective. `routing` has the routing totals of a
+    :class:`~megapipe.train.step_stats.StepStats`, equal on all ranks."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to follow an update."""
+        """Whether no state changes after an update, so that the follower can be left out."""
         return False
 
     def after_update(self, step: int, routing: Sequence[float]) -> str | None:
-        """Follow the update of a step, counted from 0; return a line for the user, if there is one
-        to tell."""
+        """Change the state after the update of a step, counted from 0; return a line to print."""
         return None
 
     def figures(self) -> Mapping[str, float]:
-        """Return numbers for the result of a step."""
+        """Return figures to add to the step's result, by name."""
         return {}
 
     def snapshot(self) -> None:
-        """Keep what there is for :meth:`restore` or :meth:`confirm`, before an update that is
-        validated later."""
+        """Save the state for :meth:`restore` or :meth:`confirm`, before an unvalidated update."""
 
     def update_speculatively(
         self, known: Iterable[tuple[Collection[int], Sequence[float]]]
     ) -> None:
-        """Follow an update that may be undone, by layers here and the `routing` that is known of
-        them already."""
+        """Change the state after an update that may be undone. `known`: groups of local layers,
+        each with routing totals that are complete for these layers."""
 
     def restore(self) -> None:
-        """Take back what has moved ahead."""
+        """Undo what :meth:`update_speculatively` has changed."""
 
     def confirm(self, routing: Sequence[float]) -> None:
-        """Follow an update that holds, after it has been followed ahead."""
+        """Replace the speculative change by the final one, from the totals of a validated step."""

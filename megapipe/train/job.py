@@ -1,4 +1,4 @@
-"""From a command to a finished run: everything one process does, and how it ends."""
+"""One process of a job: from the command to the end of the run, with all errors reported."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ from megapipe.command_line import check_temporary_folder, load_torch, phase
 from megapipe.config.config import Config
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.distributed.environment import set_environment
-from megapipe.errors import MegapipeError, Preempted
+from megapipe.errors import DoesNotFit, MegapipeError, Preempted
 from megapipe.launch import devices, progress, rendezvous
 from megapipe.launch.affinity import bind_near
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.launcher import nodes_of
-from megapipe.launch.listening import listen_beside
+from megapipe.launch.listen_address import listen_beside
 from megapipe.launch.open_files import allow_connections
-from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import Shutdown
 from megapipe.launch.signals import StopRequest
-from megapipe.layout.cuts import check_timeable
 from megapipe.layout.devices import device_kind
-from megapipe.layout.fallbacks import check_fewest, check_layouts
+from megapipe.layout.elastic_checks import check_fewest, check_layouts
 from megapipe.layout.layout import DeviceKind, Layout
 from megapipe.layout.measurements import ExpertForm, Measurements
 from megapipe.layout.moe.checks import check_imbalance
 from megapipe.layout.moe.dispatch import on_nodes
-from megapipe.layout.moe.replicas import check_pool
+from megapipe.layout.moe.rebalance_checks import check_pool
 from megapipe.layout.resolve import resolve
+from megapipe.layout.sequence_slices import check_timeable
 from megapipe.observe.observer import check_sinks
 from megapipe.observe.provenance import newest_config, package_hash
-from megapipe.plan.freed import freed_by_input_grad
+from megapipe.plan.activation_split import freed_by_input_grad
+from megapipe.plan.figures import plan_figures
+from megapipe.plan.json_report import as_json
 from megapipe.plan.measurements import BY_UNITS
-from megapipe.plan.moe.time import chosen_form
-from megapipe.plan.report import report as plan_report
+from megapipe.plan.memory_fit import fit_text, fits, size_text
+from megapipe.plan.moe.moe_layer_time import chosen_form
+from megapipe.plan.report import as_text
 from megapipe.plan.units import units_of_run
 from megapipe.util import heartbeat, retries
 from megapipe.watch.journal import Journal, text
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class _Resolved(NamedTuple):
-    """A configuration and its layout, as far as they are known."""
+    """A configuration and a layout, resolved as far as possible so far."""
 
     config: Config
     layout: Layout
@@ -68,16 +71,18 @@ def start(
     shutdown: type[Shutdown] = Shutdown,
     callbacks: Sequence[Callback] = (),
 ) -> int:
-    """Print the plan, time slices, or train. Returns the process' exit code.
+    """Train, print the plan, or measure slice times, as `command` says; return the exit code.
 
-    Raises :class:`MegapipeError` for what is wrong before the processes meet; from then on errors
-    are reported here by `shutdown`, once per job.
+    Raises :class:`MegapipeError` for errors before the rendezvous. Later errors are reported by
+    `shutdown`, once per job.
     """
     if info.local_rank > 0:
         retries.be_quiet()
     stop.speaks = info.rank == 0
+    if info.rank == 0 and command.notice is not None:
+        heartbeat.print_notice(command.notice)
     stop.launcher = os.getppid() if info.hosted else None
-    if not command.dry_run:  # before code of the user's may load torch
+    if not command.dry_run:  # before user code may load torch
         check_temporary_folder()
         _set_environment(command.config)
     resolved = _resolve(command, info)
@@ -87,22 +92,22 @@ def start(
         return 0
     if command.time_slices:
         check_timeable(resolved.config, resolved.layout.schedule.slices)
-    # torch is loaded after the configuration is known to be right, unless code of the user's has
+    # torch is loaded after the configuration is known to be right, unless user code has loaded it
     if info.rank == 0:
         load_torch()
     import torch
 
     if resolved.config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-    with stop.steady if info.hosts else nullcontext():  # one thread alone can open the store
+    with stop.steady if info.hosts else nullcontext():  # only one thread can open the store
         process = _Process(command, info, resolved, shutdown)
         stop.leave, stop.interrupt = process.ending.stop, process.ending.interrupt
     return process.run(stop, callbacks)
 
 
 def _set_environment(config: Config) -> None:
-    """Set what libraries read when they are loaded."""
-    alone = config.parallel.pp == 1 or config.pipeline.channels == "in_process"
+    """Set environment variables that libraries read when they are loaded."""
+    alone = config.parallel.pp == 1 or config.pipeline.transport == "in_process"
     set_environment(
         os.environ,
         sends_messages=not alone and device_kind(config) == "cuda",
@@ -111,7 +116,7 @@ def _set_environment(config: Config) -> None:
 
 
 def _resolve(command: Command, info: LaunchInfo) -> _Resolved:
-    """Resolve the configuration, and check all that needs neither torch nor another process."""
+    """Resolve the configuration, and check everything that needs no torch and no other process."""
     given = on_nodes(command.config, info.local_world) if info.launched else command.config
     measure = None if info.launched and not command.dry_run else BY_UNITS
     world = _world(command, info)
@@ -127,11 +132,12 @@ def _resolve(command: Command, info: LaunchInfo) -> _Resolved:
 
 
 def _world(command: Command, info: LaunchInfo) -> int | None:
-    """The number of processes; None, in a plan without a launcher: as many as the layout needs."""
+    """Return the number of processes; None if a plan without a launcher leaves it to the layout."""
     return None if command.dry_run and not info.launched else info.world
 
 
 def _print_plan(command: Command, config: Config, layout: Layout) -> None:
+    """Print the plan. Raises :class:`DoesNotFit` if it needs more memory than its device has."""
     if config.model.vocab_size is None:
         config, layout = resolve(
             config,
@@ -142,17 +148,26 @@ def _print_plan(command: Command, config: Config, layout: Layout) -> None:
             measure=BY_UNITS,
         )
     with phase("working out the plan"):
-        plan = plan_report(config, layout, command.imbalance)
-    show(plan)
+        figures = plan_figures(config, layout, command.imbalance)
+    if command.as_json:
+        print(json.dumps(as_json(figures)))
+    else:
+        show(as_text(figures))
+    most = figures.memory.most.total
+    if fits(most, figures.speeds) is False:
+        raise DoesNotFit(
+            f"{command.where}: a process needs {size_text(most)}, which "
+            f"{fit_text(most, figures.speeds)}"
+        )
 
 
 class _Process:
-    """One of the processes of a job, from when it comes to the store on."""
+    """One process of a job, from its connection to the rendezvous store on."""
 
     def __init__(
         self, command: Command, info: LaunchInfo, resolved: _Resolved, shutdown: type[Shutdown]
     ) -> None:
-        from megapipe.train.trainer import Trainer  # here, as it takes a while, and others wait
+        from megapipe.train.trainer import Trainer  # imported late: it takes a while
 
         self._trainer = Trainer
         self._command = command
@@ -162,17 +177,17 @@ class _Process:
         self._timeout = timeout = config.parallel.timeout_s
         self._store = store = rendezvous.open_store(info, timeout)
         self._watched = info.world > 1 and config.parallel.watchdog
-        """Whether a monitor ends what hangs, before any group's own time is over."""
+        """Whether a monitor ends a hanging job before a process group's time-out does."""
         self._watch: RankWatch | None = None
         self._journal = Journal()
         timeout += WATCHED_S * self._watched
         self.ending = shutdown(info, store, timeout_s=timeout, trace=command.traceback)
-        """How it leaves the job."""
+        """Shutdown: how the process leaves the job."""
 
     def run(self, stop: StopRequest, callbacks: Sequence[Callback]) -> int:
-        """Train, or time slices; returns the exit code."""
+        """Train, or measure slice times (``--time-slices``); return the exit code."""
         from megapipe.observe.out_of_memory import is_out_of_memory, out_of_memory
-        from megapipe.train.source import Finished
+        from megapipe.train.start_point import Finished
 
         try:
             self._begin_to_watch()
@@ -195,27 +210,27 @@ class _Process:
             return self.ending.report(error)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if is_out_of_memory(error):
-                told = out_of_memory(error, self._config, self._layout, self._info.rank)
-                return self.ending.report(told)
+                oom_error = out_of_memory(error, self._config, self._layout, self._info.rank)
+                return self.ending.report(oom_error)
             return self.ending.report_unexpected(error)
         finally:
             self._cease_to_watch()
-            self.ending.cleanup()  # after the peers know: an upload may take its time
+            self.ending.cleanup()  # after the peers know of the end: an upload may take time
 
     @property
     def _info(self) -> LaunchInfo:
-        """Where this process is in the job."""
+        """Position of this process in the job."""
         return self.ending.info
 
     def _begin_to_watch(self) -> None:
-        """Learn which processes share this host; with others, have a monitor see what this does."""
+        """Find the processes on this host; start a monitor of this process if it has peers."""
         from megapipe.distributed.flight import flight_record
 
         info = self.ending.info = rendezvous.place_on_host(self._store, self._info, self._timeout)
         if info.world == 1:
             return
         run = self._config.run
-        hub = info.address, info.port, "the process that watches the nodes"
+        hub = info.address, info.port, "starting the monitor of the nodes"
         several = info.local_world < info.world
         self._watch = RankWatch(
             self._store,
@@ -228,25 +243,25 @@ class _Process:
         )
         self.ending.lost_contact = self._watch.lost_contact
         self._journal = self._watch.journal
-        self._journal.set_activity(text("meeting the others"))
+        self._journal.set_activity(text("waiting for the other ranks"))
 
     def _cease_to_watch(self) -> None:
         if self._watch is not None:
             self._watch.close()
 
     def _load_tokenizer(self) -> Tokenizer:
-        """Load it on one process of a host before the others, which find it there then."""
+        """Load the tokenizer, first on one process of the host; the others then find its files."""
         load = partial(load_tokenizer, self._config.data.tokenizer)
         rank, timeout = self._info.rank, self._timeout
         return rendezvous.first_on_host(self._store, rank, "tokenizer", load, timeout)
 
     def _agree(self, tokenizer: Tokenizer) -> tuple[torch.device, str]:
-        """Compare all values with those of other ranks, and resolve what the device and the
-        tokenizer decide; returns the device and the backend of its groups."""
+        """Compare configuration and versions with other ranks, and resolve the settings that depend
+        on the device and the tokenizer. Returns the device and the backend of process groups."""
         import torch
 
         from megapipe.observe.out_of_memory import remember_allocations
-        from megapipe.train.source import check_load
+        from megapipe.train.start_point import check_load
 
         command, info, store = self._command, self._info, self._store
         rendezvous.compare_ranks(store, info, compared(self._config, tokenizer), self._timeout)
@@ -264,23 +279,23 @@ class _Process:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             bind_near(devices.pci_address(device))
-        # one rank for all: whoever else is a group further already ends with it
-        if info.rank == 0 and not (command.time_slices or progress.is_again(os.environ)):
-            self._journal.set_activity(text("looking at checkpoint.load"))
+        # rank 0 checks for all ranks: if it fails, the others end even if they are further
+        if info.rank == 0 and not (command.time_slices or progress.is_restart(os.environ)):
+            self._journal.set_activity(text("reading checkpoint.load"))
             check_load(self._config)
         if self._config.log.memory_history:
             remember_allocations(device)
         return device, backend
 
     def _join(self, device: torch.device, backend: str) -> ParallelMesh:
-        """Make the process group of all, and those of the layout."""
+        """Make the process group of all ranks, and the groups of the layout."""
         from megapipe.distributed.mesh import Grid, ParallelMesh
 
         info, layout = self._info, self._layout
         timeout = self._timeout + WATCHED_S * self._watched
-        meeting = self._journal.counter("meeting", range(info.world))
+        rendezvous_counter = self._journal.counter("meeting", range(info.world))
         enter = partial(rendezvous.start_process_group, self._store, info, backend, timeout)
-        meeting.wait(meeting.count(), enter)
+        rendezvous_counter.wait(rendezvous_counter.count(), enter)
         grid = Grid(
             layout.pipeline_processes,
             layout.dp,
@@ -329,41 +344,41 @@ class _Process:
 
 
 def _agreed(of_rank_0: Callable[[str, Callable[[], str]], str]) -> Measurements:
-    """Have rank 0 measure for all."""
+    """Return measurements that rank 0 makes for all ranks."""
 
     def freed(config: Config, layout: Layout) -> Fraction:
         def measure() -> str:
             return str(freed_by_input_grad(config, layout, units_of_run(config, layout)))
 
-        return Fraction(of_rank_0("the run of stages without values", measure))
+        return Fraction(of_rank_0("the measurement of saved activations", measure))
 
     def experts(config: Config, layout: Layout) -> ExpertForm:
         def measure() -> str:
             return json.dumps(chosen_form(config, layout, units_of_run(config, layout)))
 
-        return ExpertForm(*json.loads(of_rank_0("the run of a layer with experts", measure)))
+        return ExpertForm(*json.loads(of_rank_0("the choice of expert dispatch", measure)))
 
     return Measurements(freed, experts)
 
 
 def _resume_hint(folder: Path, reached: int, info: LaunchInfo) -> str:
-    """Return the command by which a run goes on after step `reached`, as the end of a sentence. On
-    several nodes the launcher is left out: only the user knows it."""
-    from megapipe.observe.summary import next_commands, training_again  # loads torch
+    """Return the command that continues a run after step `reached`, as the end of a sentence. With
+    several nodes the command omits the launcher, which only the user knows."""
+    from megapipe.observe.summary import next_commands, resume_arguments  # loads torch
 
     with contextlib.suppress(MegapipeError, OSError):
         path = newest_config(folder)
         if path is not None and info.local_world < info.world:
-            again = training_again(path, reached)
-            return f"; to go on, start on each node as before: {shlex.join(again)}"
+            arguments = resume_arguments(path, reached)
+            return f"; to go on, start on each node as before: {shlex.join(arguments)}"
         if path is not None:
-            return f"; to go on: {next_commands(folder, reached, info.options)['to go on']}"
+            return f"; to continue: {next_commands(folder, reached, info.options)['to continue']}"
     return ""
 
 
 def compared(config: Config, tokenizer: Tokenizer) -> dict[str, object]:
-    """The values that all ranks have to have alike: all keys of a resolved configuration, the size
-    of the tokenizer, the code."""
+    """Return the values that must be equal on all ranks: all settings of the resolved
+    configuration, the tokenizer's size, and the versions of the code."""
     import torch
 
     return {

@@ -7,15 +7,15 @@ from functools import partial
 
 from megapipe.command_line import INTERRUPTED, TRACEBACK, begin_program, escape_unencodable_output
 from megapipe.errors import MegapipeError, Preempted
-from megapipe.launch import place, shutdown
+from megapipe.launch import launch_info, shutdown
 from megapipe.launch.signals import StopRequest
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, print a plan or explain keys, as `argv` says; does not come back.
+    """Train, print a plan or explain keys, as `argv` says; never returns.
 
-    Threads of torch and of loggers must not hold up or change the exit code, so the process ends at
-    once. torch's C++ side is silenced: it shows a stack trace of what is reported here in one line.
+    Threads of torch and of loggers must not delay or change the exit code, so the process ends at
+    once. torch's C++ side is silenced: it prints stack traces for errors reported in one line.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     escape_unencodable_output()
@@ -23,33 +23,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Do as `argv` asks; returns the exit code."""
+    """Do what `argv` asks; return the exit code."""
     begin_program()
-    info = place.LaunchInfo()
+    info = launch_info.LaunchInfo()
     trace = TRACEBACK in argv
     ender = threading.RLock()
 
     def end(error: MegapipeError) -> int:
-        ender.acquire()  # for good: where another thread ends the process this one waits here
+        ender.acquire()  # never released: if another thread ends the process, this one waits
         return shutdown.end_early(error, info, trace=trace)
 
     def leave(error: Preempted) -> int:
-        if not ender.acquire(blocking=False):  # it ends already, and has only to wait for others
+        if not ender.acquire(blocking=False):  # another thread ends the process already
             return error.exit_code
         return shutdown.end_early(error, info, trace=trace)
 
     with StopRequest() as stop:
         try:
-            with stop.steady:  # who speaks follows from the place
+            with stop.steady:  # which process prints errors follows from the launch info
                 stop.leave = leave
                 try:
-                    info = place.find_launch_info(os.environ)
+                    info = launch_info.find_launch_info(os.environ)
                 except MegapipeError:
-                    info = place.likely_place(os.environ)
+                    info = launch_info.guess_launch_info(os.environ)
                     raise
             stop.interrupt = partial(shutdown.interrupt_early, info)
-            place.spare_threads(info.local_world)
-            # below here, as they take a second, in which a signal may come
+            launch_info.spare_threads(info.local_world)
+            # imported late: they take a second, in which a signal may come
             from megapipe import cli
             from megapipe.config.help import help_text
             from megapipe.train import job

@@ -1,4 +1,4 @@
-"""The tensors that stages send each other."""
+"""Shapes of the messages that stages send each other, and how early receives are posted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MessageShapes:
         self._train = train
 
     def of_schedule(self, schedule: Schedule) -> MessageShape:
-        """The tensors of a message, by what produced it: the output of a stage, or the gradient of
-        its input, which is the output of the stage before."""
+        """Return a function from an operation to the shapes of its message: a stage's output, or
+        the gradient of its input. This gradient has the shape of the previous stage's output."""
         train, layout = self._train, self._layout
         lengths = layout.local_lengths if schedule.slices > 1 else (layout.local_length,)
 
@@ -33,7 +33,8 @@ class MessageShapes:
         return shape
 
     def of_size(self, rows: int, length: int) -> MessageShape:
-        """The same for so many sequences of `length` tokens."""
+        """Return a function from an operation to the shapes of its message, for work items of
+        `rows` samples and `length` local positions."""
 
         def shape(message: Op) -> Any:
             before = message.stage - (message.kind != Kind.F)
@@ -50,13 +51,13 @@ class MessageShapes:
 
 
 def receive_ahead(config: Config, layout: Layout, device: torch.device) -> int | None:
-    """Operations by which receives are posted ahead of need; None: the default of the channels.
+    """Return the number of operations by which receives are posted early; None: the default.
 
-    0 on a GPU where attention goes by blocks that end at documents, or layers have experts: blocks
-    and the rows of an expert have new sizes in any step, for which kernels may be loaded and memory
-    found, and both may wait for all that runs.
+    The number is 0 on a GPU with experts, or with attention tiles that end at documents. Then any
+    step may have new sizes, of experts' rows or of tiles. Kernels are loaded and memory is
+    allocated for new sizes, and both may wait for everything that runs.
     """
     by_documents = layout.uses_attention_tiles and config.data.masks_documents
-    if device.type == "cuda" and (by_documents or config.model.moe.experts is not None):
+    if device.type == "cuda" and (by_documents or config.model.moe.num_experts is not None):
         return 0
-    return config.pipeline.receive_ahead
+    return config.pipeline.recv_prefetch

@@ -1,4 +1,4 @@
-"""The folder of a run: taken before anything takes time; what runs is written there later."""
+"""The folder of a run: claimed before slow work begins; the run's files are written later."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapipe.checkpoint.find import OF_A_RUN
-from megapipe.checkpoint.objects import RemotePath
+from megapipe.checkpoint.object_storage import RemotePath
 from megapipe.checkpoint.retention import clear_leftovers
 from megapipe.checkpoint.run_lock import RunLock
-from megapipe.checkpoint.storage import StorageLocation, place_of
+from megapipe.checkpoint.storage import StorageLocation, location_of
 from megapipe.cli import dump, flatten
 from megapipe.config.config import Config
 from megapipe.distributed.agreement import raise_on_all
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError, not_written
 from megapipe.observe.observer import Observer, build_sinks
-from megapipe.observe.provenance import provenance, start_mark
+from megapipe.observe.provenance import provenance, start_suffix
+from megapipe.text import count_noun
 from megapipe.util import heartbeat
-from megapipe.util.beneath import write_no_symlinks
+from megapipe.util.no_symlinks import write_no_symlinks
 from megapipe.util.paths import LATEST
-from megapipe.words import count_noun
 
 HIDDEN_S = 60.0
-"""Seconds for which NFS may hide a new file from another node."""
+"""Seconds to wait for a file from another node; NFS may hide a new file for that long."""
 PATIENCE = datetime.timedelta(seconds=10 * heartbeat.STALE_S)
-"""How long ranks wait for rank 0 to get the folder: it may have to watch a killed job for a
-heartbeat."""
+"""Longest time that ranks wait until rank 0 has claimed the folder: rank 0 may have to wait for a
+killed job's heartbeat to become stale."""
 
 OF_A_START = ("log.jsonl", "provenance.json", "config.yaml")
-"""Files that a run which begins writes; the last one counts starts, and is the last set aside."""
+"""Files that a new run writes. They are set aside in this order: the suffix counts config files."""
 FILES = (*OF_A_START, "summary.json", f"{OF_A_RUN}/latest")
 """Files that a run writes at its start, in the middle, or at its end."""
 
 
 @dataclass
 class RunFolder:
-    """The folder of a run, which no other job has until :meth:`release`."""
+    """The folder of a run, which no other job can claim until :meth:`release`."""
 
     path: Path
     lock: RunLock | None = None
-    """On rank 0."""
+    """Lock of the folder, on rank 0."""
     notes: list[str] = field(default_factory=list)
-    """Lines on what an earlier start had left."""
+    """Lines to print about the leftovers of earlier starts."""
     elsewhere: StorageLocation | None = None
-    """The folder of the run's checkpoints; None: in this one."""
+    """Folder of the run's checkpoints; None: inside the run folder."""
 
     @property
     def checkpoints(self) -> StorageLocation:
         return self.elsewhere or self.path / OF_A_RUN
 
     def check(self, mesh: ParallelMesh) -> None:
-        """Raise LaunchError on all ranks where another job has taken over, CheckpointError where
-        the folder is gone."""
+        """Raise LaunchError on all ranks if another job has taken over the folder, CheckpointError
+        if the folder is gone."""
         error = None
         try:
             self.own()
@@ -68,48 +68,47 @@ class RunFolder:
         raise_on_all(mesh, error)
 
     def own(self) -> None:
-        """Raise as :meth:`check` on the rank that has the lock."""
+        """Raise, on the rank with the lock, if another job has the folder, or it is gone."""
         if self.lock is not None:
             self.lock.check()
 
     def release(self) -> None:
-        """Let other jobs have it."""
+        """Allow other jobs to claim the folder."""
         if self.lock is not None:
             self.lock.release()
 
 
 def runs_elsewhere(config: Config) -> StorageLocation | None:
-    """The folder on object storage that has a folder of checkpoints for each run, if there is one.
+    """Return the folder at ``checkpoint.url``, which has a folder per run; None if it is not set.
 
     Raises ConfigError or CheckpointError for a URL that cannot be used.
     """
-    url = config.checkpoint.folder
+    url = config.checkpoint.url
     if url is None:
         return None
-    return place_of(url, what="checkpoint.folder", patience_s=patience_s(config))
+    return location_of(url, what="checkpoint.url", patience_s=patience_s(config))
 
 
 def own_checkpoints(config: Config) -> StorageLocation:
-    """Where the checkpoints of the run are, or will be. Raises as :func:`runs_elsewhere`."""
+    """Return the folder where the run saves checkpoints. Raises as :func:`runs_elsewhere` does."""
     runs, name = runs_elsewhere(config), config.run.name
     return Path(config.run.folder) / name / OF_A_RUN if runs is None else runs / name
 
 
 def patience_s(config: Config) -> float:
-    """Seconds in which a request to a store is repeated: so few that a save or a load fails by an
-    error of its own before the other ranks give up the one that waits."""
+    """Return the seconds for which a request to an object store is repeated: so few that a save or
+    load fails with its own error before the other ranks give up."""
     return config.parallel.timeout_s / 3
 
 
 def claim_run_folder(
     path: Path, mesh: ParallelMesh, *, local_rank: int, checkpoints: StorageLocation | None = None
 ) -> RunFolder:
-    """Make the folder, if it is not there, and keep other jobs out of it.
+    """Make the run folder if necessary, and keep other jobs out of it.
 
-    Leftovers of killed saves are removed, and a store for `checkpoints` has to take an object. The
-    first process of each node looks whether it sees what rank 0 has written. Raises
-    :class:`ConfigError` or CheckpointError on all ranks, ConfigError too where another job has the
-    folder.
+    Removes leftovers of killed saves; checks that an object store accepts an object, and that the
+    first process of each node sees what rank 0 has written. Raises on all ranks:
+    :class:`ConfigError`, also if another job has the folder, or CheckpointError.
     """
     folder, error = RunFolder(path, elsewhere=checkpoints), None
     if mesh.rank == 0:
@@ -139,10 +138,10 @@ def _take(folder: RunFolder) -> None:
     path = folder.path
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _refuse_what_is_in_the_way(path)
+        _refuse_conflicts(path)
         folder.lock = RunLock(path)
         if folder.lock.taken_over is not None:
-            folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which is gone")
+            folder.notes.append(f"took over {path} from {folder.lock.taken_over}, which has ended")
         if isinstance(folder.checkpoints, RemotePath):
             folder.checkpoints.probe()
         cleared = clear_leftovers(folder.checkpoints)
@@ -160,7 +159,7 @@ def _take(folder: RunFolder) -> None:
 
 
 def _link_latest(path: Path) -> None:
-    """Have the link beside the runs lead to this one, where the file system has links."""
+    """Point the link `latest`, beside the run folders, to this run, if links are supported."""
     link, new = path.with_name(LATEST), path.with_name(f".{LATEST}-{os.getpid()}")
     with contextlib.suppress(OSError):
         if link.is_symlink() or not link.exists():
@@ -168,16 +167,16 @@ def _link_latest(path: Path) -> None:
             new.replace(link)
 
 
-def _refuse_what_is_in_the_way(folder: Path) -> None:
-    """Raise :class:`ConfigError` for a link in the folder, by which writes would leave it, and for
-    a folder where a file of the run should be, or the other way round."""
+def _refuse_conflicts(folder: Path) -> None:
+    """Raise :class:`ConfigError` if there is a symbolic link in the folder (writes would follow
+    it), a folder in place of one of the run's files, or a file in place of a folder."""
     checkpoints = folder / OF_A_RUN
     inside = os.scandir(checkpoints) if checkpoints.is_dir() else ()
     for entry in itertools.chain(os.scandir(folder), inside):
         if entry.is_symlink():
             raise ConfigError(
-                f"run.folder: {entry.path} is a symbolic link, which a run does not write through: "
-                "remove it, or have run.folder lie where it leads"
+                f"run.folder: {entry.path} is a symbolic link, through which a run does not "
+                "write: remove it, or set run.folder to its target"
             )
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ConfigError(f"run.folder: {checkpoints} is a file: expected a folder or nothing")
@@ -187,11 +186,11 @@ def _refuse_what_is_in_the_way(folder: Path) -> None:
 
 
 def _sees(folder: Path, name: str) -> bool:
-    """Whether there is a file of that name, which another node has made, in the folder."""
+    """Whether this node sees the file `name` that another node has made in the folder."""
     deadline = time.monotonic() + HIDDEN_S
     while True:
         try:
-            os.listdir(folder)  # which has a network file system ask for news
+            os.listdir(folder)  # makes a network file system refresh
             if (folder / name).exists():
                 return True
         except OSError:
@@ -202,28 +201,28 @@ def _sees(folder: Path, name: str) -> bool:
 
 
 def open_reports(folder: Path, config: Config, resumed_at: int | None) -> Observer:
-    """Write configuration, versions and git state; returns the observer for the run's records.
+    """Write configuration, versions and git state; return the observer for the run's records.
 
-    `resumed_at` is the step of the run's own checkpoint from which it goes on, if it does: then the
-    files of earlier starts stay, and the log goes on. To be called on rank 0. Raises
-    :class:`ConfigError`, or StorageError where the disk is full.
+    `resumed_at` is the step of the run's own checkpoint from which the run resumes, else None. With
+    it, the files of earlier starts stay, and the log is continued. Call this on rank 0. Raises
+    :class:`ConfigError`, or StorageError if the disk is full.
     """
-    mark = "" if resumed_at is None else start_mark(folder, resumed_at)
+    suffix = "" if resumed_at is None else start_suffix(folder, resumed_at)
     try:
         if resumed_at is None:
             _set_aside(folder)
-        write_no_symlinks(folder, f"config{mark}.yaml", dump(config))
+        write_no_symlinks(folder, f"config{suffix}.yaml", dump(config))
         origin = provenance(Path(__file__).resolve().parents[2])
         text = json.dumps(origin, indent=2) + "\n"
-        write_no_symlinks(folder, f"provenance{mark}.json", text)
+        write_no_symlinks(folder, f"provenance{suffix}.json", text)
     except OSError as error:
         raise not_written(f"run.folder: cannot write to {folder}", error) from None
     return build_sinks(config, folder, flatten(config))
 
 
 def _set_aside(folder: Path) -> None:
-    """Give the files of a start that a later one cannot go on from names of their own."""
-    mark = start_mark(folder, 0)
+    """Rename the files of an earlier start that this start cannot continue."""
+    suffix = start_suffix(folder, 0)
     for path in (folder / name for name in OF_A_START):
         if path.is_file() and not path.is_symlink():
-            path.rename(path.with_stem(path.stem + mark))
+            path.rename(path.with_stem(path.stem + suffix))

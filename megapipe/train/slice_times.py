@@ -1,10 +1,11 @@
-"""``train.py --time-slices`` measures ``pipeline.slice_overhead`` and ``slice_attention``.
+"""``train.py --time-slices``: measure ``pipeline.options.slice_overhead_tokens`` and
+``pipeline.slice_attention_cost``.
 
-Every process runs the layers of one stage, the one with most of them, forward and backward on a
-micro-batch whose sequences are cut into 1, 2, 4, 8 and 16 slices of equal length, several times
-over. Slices of one length that begin at several places tell the time of attention, and lengths that
-differ by far tell the overhead. Peers in tensor parallelism work together, as in a run; the
-embedding, the head and messages between stages are left out.
+Every process runs the layers of one stage, the one with the most layers. It runs forward and
+backward several times on a micro-batch whose sequences are cut into 1, 2, 4, 8 and 16 slices of
+equal length. The cost of attention follows from slices of one length at different positions, the
+overhead from slices of very different lengths. Tensor-parallel peers work together, as in a run.
+The embedding, the head and messages between stages are not included.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from megapipe.engine.recorder import Recorder
 from megapipe.engine.stage import Stage
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.layout.cuts import multiple_of, slice_time
 from megapipe.layout.layout import Layout
-from megapipe.layout.slice_time import CausalFlops
+from megapipe.layout.sequence_slices import multiple_of, slice_time
+from megapipe.layout.slice_cost import CausalFlops
 from megapipe.optim.buffers import Bucket, owned_parameters
 from megapipe.schedule.ir import Kind, Op
-from megapipe.train.kernels import agreed_kernels
+from megapipe.train.kernel_selection import agreed_kernels
 
 COUNTS = (1, 2, 4, 8, 16)
-"""Slices of a sequence."""
+"""Numbers of slices into which a sequence is cut."""
 ROUNDS = 5
-"""How often each cut is timed, after a first time that does not count."""
+"""Number of timed rounds over all numbers of slices, after a first round that does not count."""
 
 
 class Slice(NamedTuple):
@@ -44,32 +45,32 @@ class Slice(NamedTuple):
 
     length: int
     before: int
-    """Positions before the slice, which it attends to as well."""
+    """Number of positions before the slice, to which the slice attends too."""
 
 
 class Fit(NamedTuple):
-    """The model of :class:`~megapipe.layout.slice_time.SliceCost` that is nearest to the times."""
+    """The :class:`~megapipe.layout.slice_cost.SliceCost` model that fits the times best."""
 
     overhead: float
     attention: float
     error: float
-    """Root of the mean square of the times' relative errors."""
+    """Root mean square of the times' relative errors."""
 
 
 def report(config: Config, layout: Layout, mesh: ParallelMesh) -> str:
-    """Time slices and return lines with the keys that fit the times; all ranks take part."""
+    """Measure slice times; return lines with the two settings that fit them best. Collective."""
     times = measure(config, layout, mesh)
     found = fit(slice_time(config, layout.model).flops, times)
     return (
         f"slices: {len(times)} of {min(times).length} to {max(times).length} tokens, timed "
-        f"{ROUNDS} times; the two numbers give their times to {found.error:.1%} (rms)\n"
-        f"pipeline.slice_overhead={found.overhead:.3g} "
-        f"pipeline.slice_attention={found.attention:.3g}\n"
+        f"{ROUNDS} times; the two numbers give their times to {found.error:.1%} "
+        f"(rms)\npipeline.options.slice_overhead_tokens={found.overhead:.3g} "
+        f"pipeline.slice_attention_cost={found.attention:.3g}\n"
     )
 
 
 def measure(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[Slice, float]:
-    """Median seconds of forward and backward together, by slice."""
+    """Return the median seconds of each slice, forward and backward together."""
     multiple, rows, model = multiple_of(config), config.train.microbatch, layout.model
     length, dtype = config.train.sequence_length, TORCH_DTYPES[model.dtype]
     stage = _stage(config, layout, mesh)
@@ -105,7 +106,7 @@ def measure(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[Slice, f
 
 
 def fit(flops: CausalFlops, times: Mapping[Slice, float]) -> Fit:
-    """The overhead and attention, neither below 0, with least squares of the relative errors."""
+    """Fit overhead and attention cost, both at least 0, by least squares of relative errors."""
     rows = []
     for length, before in times:
         alone = length * flops(1)
@@ -125,7 +126,7 @@ def fit(flops: CausalFlops, times: Mapping[Slice, float]) -> Fit:
 
 
 def _stage(config: Config, layout: Layout, mesh: ParallelMesh) -> Stage:
-    """The layers of the stage with most of them, with weights of the usual size."""
+    """Build the layers of the stage with the most layers, with initial weights."""
     widest = max(range(layout.stages), key=lambda stage: len(layout.stage_layers[stage].layers))
     spec = replace(layout.stage_layers[widest], embedding=False, head=False)
     kernels = agreed_kernels(config, layout, mesh, layout.schedule)
@@ -139,7 +140,7 @@ def _stage(config: Config, layout: Layout, mesh: ParallelMesh) -> Stage:
 
 
 def _even(length: int, count: int, multiple: int) -> list[Slice]:
-    """A sequence in `count` slices of equal length, as near as multiples come to it."""
+    """Cut a sequence into `count` slices of nearly equal length, each a multiple of `multiple`."""
     points = length // multiple
     ends = [points * index // count * multiple for index in range(count + 1)]
     return [Slice(stop - start, start) for start, stop in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""All that a checkpoint of a run keeps, and how a run goes on from one."""
+"""The state in a run's checkpoints, and how a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class SaveArguments(NamedTuple):
     meta: Meta
     pieces: Iterator[Piece]
     nbytes: int
-    """Of the pieces of all ranks, but for those of members that were added."""
+    """Bytes of all ranks' pieces, without pieces of members added by callbacks."""
 
 
 class RunState:
-    """The optimizer, the place in the data, and all other members that have a state.
+    """State of a run: the optimizer, the position in the data, and `members` with more state.
 
-    `forget` drops what is under way before another state is taken over.
+    `forget` drops work in flight before another state is loaded.
     """
 
     def __init__(
@@ -54,30 +54,30 @@ class RunState:
             self.add(member)
 
     def add(self, member: Stateful) -> None:
-        """Have checkpoints keep the state of one more. Raises :class:`ConfigError` for a name that
-        is taken, or is needed and not there."""
+        """Add a member whose state is saved in checkpoints. Raises :class:`ConfigError` if its name
+        is taken, or if it has buffers and no name."""
         if not member.name and member.buffers():
             raise ConfigError(
-                f"{type(member).__name__} has buffers and no name: expected `name`, with which "
-                "theirs begin in a checkpoint"
+                f"{type(member).__name__} has buffers and no name: expected `name`, the "
+                "prefix of their names in a checkpoint"
             )
         taken = {"step", *ResumePoint.model_fields, *(each.name for each in self._members)}
         if member.name and member.name in taken:
             raise ConfigError(
-                f"{type(member).__name__}.name={member.name!r} is the name of another part of a "
-                "checkpoint: expected one of its own"
+                f"{type(member).__name__}.name={member.name!r} is the name of another part of "
+                "a checkpoint: expected a unique name"
             )
         self._members.append(member)
 
     def entries(self) -> Iterable[str]:
-        """Names of entries that all ranks read whole."""
+        """Return the names of checkpoint entries that all ranks read in full."""
         return chain.from_iterable(member.entries() for member in self._members)
 
     def content(
         self, step: int, *, run_id: str, digests: Mapping[str, str], order: str
     ) -> SaveArguments:
-        """The content of a checkpoint after `step` steps, which took samples in `order`; its pieces
-        are views of the state."""
+        """Return the content of a checkpoint after `step` steps. `order`: name of the sample order.
+        The pieces are views of the state."""
         machine, members = self.machine, self._members
         config, layout, optimizer = machine.config, machine.layout, machine.optimizer
         more = (name for name in ("ep", "etp") if getattr(layout, name) > 1)
@@ -106,8 +106,8 @@ class RunState:
         return SaveArguments(step, meta, pieces, checkpoint_bytes(config, layout))
 
     def prepare(self, checkpoint: Checkpoint) -> ResumePoint:
-        """Take over all that is small; then it is known which tensors this rank reads. Raises
-        :class:`CheckpointError`."""
+        """Load the part of the state that is in the manifest. It determines which tensors are to be
+        read. Raises :class:`CheckpointError`."""
         found = ResumePoint.of(checkpoint)
         self._data.position = DataPosition(checkpoint.step, found.samples)
         for member in self._members:
@@ -122,8 +122,7 @@ class RunState:
         return found
 
     def take_over(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint in the place of all that is. All ranks call it. Raises
-        :class:`CheckpointError`."""
+        """Load the whole state of a checkpoint. Collective. Raises :class:`CheckpointError`."""
         self._forget()
         found, names = self.prepare(checkpoint), set(checkpoint.names())
         checkpoint_io.load(self.machine.optimizer, checkpoint, found.updates, found.lr)
@@ -131,14 +130,14 @@ class RunState:
             member.read(checkpoint, names)
 
     def read_weights(self, weights: TensorReader) -> None:
-        """Read what belongs to the weights beside the optimizer's. All ranks call it. Raises
+        """Read the members' values that belong to the weights. Collective. Raises
         :class:`CheckpointError`."""
         for member in self._members:
             member.read_weights(weights)
 
 
 def _stored(member: Stateful, coordinates: Mapping[str, JsonValue]) -> Any:
-    """The small part of a member, of its type; None: there is none."""
+    """Return a member's state in the manifest, converted to the member's type; None if missing."""
     if member.name not in coordinates:
         return None
     stored = json.dumps(coordinates[member.name])

@@ -1,6 +1,6 @@
-"""The training step of a process, put together: what a trainer, or a user of the library, holds.
+"""The training step of a process: the object that a trainer or a library user holds.
 
-How a step is taken is in :mod:`megapipe.train.step`; begin with ``flushed.py`` there.
+:mod:`megapipe.train.step` implements the parts; begin with ``step/flushed.py``.
 """
 
 from __future__ import annotations
@@ -22,37 +22,36 @@ from megapipe.engine.recorder import Record
 from megapipe.engine.stage import Stage
 from megapipe.layout.layout import Layout
 from megapipe.ops.kernels import Kernels
-from megapipe.optim.scaler import LossScaler
+from megapipe.optim.loss_scaler import LossScaler
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
-from megapipe.train.async_training.streaming import AsyncTraining, holders_of
+from megapipe.train.async_training.async_training import AsyncTraining, holders_of
 from megapipe.train.feed import BatchReader, Feed
+from megapipe.train.make_followers import make_routing
 from megapipe.train.resume.find import find, placed
 from megapipe.train.resume.load import load
-from megapipe.train.routing import make_routing
 from megapipe.train.state import RunState, SaveArguments
 from megapipe.train.step import logits
 from megapipe.train.step.data import DataPosition, StepData
 from megapipe.train.step.evaluation import Evaluator, ValidationResult
 from megapipe.train.step.flushed import FlushedSteps
+from megapipe.train.step.local_stats import StepTotals
 from megapipe.train.step.machine import Initial, build_machine, check_schedule
-from megapipe.train.step.own_totals import StepTotals
 from megapipe.train.step.post_validation import PostValidation, layers_here
 from megapipe.train.step.stepper import Asked, Stepper, Watch
 from megapipe.train.step.warm_up import WarmUp
-from megapipe.train.totals import Wishes
+from megapipe.train.step_stats import RankRequests
 from megapipe.train.update import StepResult, Update
-from megapipe.util.left_out import SkippedSamples
+from megapipe.util.skipped_samples import SkippedSamples
 
 
 class TrainStep:
-    """The computation of one process; `schedule` replaces the configured one if given.
+    """Training step of one process. `schedule`, if given, replaces the configured one.
 
-    `kernels` are those of :func:`~megapipe.train.kernels.agreed_kernels`, chosen here by default.
-    `document_end` is the token that ends a document, needed where attention ends there.
-    `sources` are those of a mixture, 0 if there is none.
-    `initial` writes the initial weights, each time a region of a global tensor; by default they are
-    drawn from ``run.seed``.
+    `kernels` are by default those of :func:`~megapipe.train.kernel_selection.agreed_kernels`.
+    `document_end` is the id of the EOS token, needed if attention ends at documents. `sources` is
+    the number of sources of a mixture, 0 without a mixture. `initial` writes the initial weights,
+    region by region of the global tensors; by default they are drawn from ``run.seed``.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class TrainStep:
         self.scaler = LossScaler(config.optimizer, config.model.dtype)
         self.data = StepData(machine, self._feed, self.scaler)
         self.routing, self.maps = followers = make_routing(config, layout, machine)
-        given = config.optimizer, machine.optimizer, self.scaler, followers
+        arguments = config.optimizer, machine.optimizer, self.scaler, followers
         exact = config.run.exact_on(mesh.device.type)
-        self.update = Update(*given, config.train.steps, config.numbers, exact=exact)
+        self.update = Update(*arguments, config.train.steps, config.health, exact=exact)
         self.totals = StepTotals(machine, self.scaler, sources)
         self._evaluator = Evaluator(machine, self._feed, self.totals)
         self.streaming: AsyncTraining | None = None
@@ -103,24 +102,24 @@ class TrainStep:
         if self.streaming is not None:
             members.append(self.streaming)
         self.state = RunState(machine, self.data, members, self._forget)
-        """All that checkpoints keep; callbacks that have a state are added to it."""
+        """State saved in checkpoints; callbacks that have a state are added to it."""
         self._warm: Schedule | None = None
-        """The schedule whose operations have run on this device."""
+        """Schedule whose operations have already run on this device."""
         self.when_warm: Callable[[], None] = lambda: None
-        """Called before the first step of each schedule, when its operations have run."""
+        """Function called before the first step of each schedule, once its operations have run."""
         self.settled = True
         """Whether all steps so far are validated, and their weights gathered."""
         self._seconds: dict[int, float] = {}
-        """Seconds of the steps, counted from 0, whose results are not known yet."""
+        """Seconds of the steps whose results are not known yet, by step (counted from 0)."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in force."""
+        """The current schedule."""
         return self.data.schedule
 
     @property
     def position(self) -> DataPosition:
-        """How far the data are consumed."""
+        """Steps done and samples consumed."""
         return self.data.position
 
     @position.setter
@@ -128,30 +127,30 @@ class TrainStep:
         self.data.position = position
 
     @property
-    def left_out(self) -> SkippedSamples:
-        """Numbers of samples that no step takes."""
-        return self.data.left_out
+    def skipped_samples(self) -> SkippedSamples:
+        """Samples that no step takes."""
+        return self.data.skipped_samples
 
-    @left_out.setter
-    def left_out(self, left_out: SkippedSamples) -> None:
-        self.data.left_out = left_out
+    @skipped_samples.setter
+    def skipped_samples(self, skipped_samples: SkippedSamples) -> None:
+        self.data.skipped_samples = skipped_samples
 
     @property
     def last(self) -> Stage | None:
-        """The last stage, where this process has it."""
+        """Last stage of the pipeline, if this process has it."""
         return self.machine.last
 
     def samples(self, step: int) -> int:
-        """Samples that the steps before `step` take; :attr:`left_out` has the numbers of others."""
+        """Return the number of samples of all steps before `step`, skipped samples left out."""
         return self.data.samples(step)
 
     @property
     def samples_read(self) -> list[int]:
-        """Numbers of the samples of the last step, as far as first stages here were given them."""
+        """Global indices of the last step's samples on local first stages."""
         return self.stepper.samples_read
 
     def use(self, schedule: Schedule) -> None:
-        """Go on with another schedule, on the same placement, from the next step on."""
+        """Switch to another schedule, on the same placement, from the next step on."""
         assert schedule.placement == self.placement
         assert schedule.recompute == self.schedule.recompute
         check_schedule(schedule, self.layout)
@@ -159,7 +158,7 @@ class TrainStep:
         self.data.schedule = schedule
 
     def _use_schedule_of(self, step: int) -> list[StepResult]:
-        """Take up the schedule of a step, if it is another; the results that this settles."""
+        """Switch to the schedule of `step` if it differs; return step results that become known."""
         schedule = self.data.schedule_of(step)
         if schedule is self.schedule:
             return []
@@ -175,35 +174,37 @@ class TrainStep:
         record: bool = False,
         name: bool = False,
         settle: bool = False,
-        wishes: Asked = Wishes,
+        requests: Asked = RankRequests,
     ) -> list[StepResult]:
-        """Take optimizer step `step`, counted from 0; returns the results that are known by now and
-        were not before, oldest first.
+        """Take optimizer step `step`, counted from 0; return the newly known results, oldest first.
 
-        As a rule that is the result of this step. With ``optimizer.post_validation`` it is that of
-        the step before, if there is one, in a pipeline without a flush (``pipeline.weights``) that
-        of some steps before, and that of this step only if it is settled (:meth:`settle`): with
-        `settle`, or when a rank wishes to stop or to save. `wishes` is called once, after the
-        backward passes, for what this rank wants. With `record`, :meth:`records` tells afterwards
-        when each op ran; with `name` profilers see names of actions. Raises
-        :class:`~megapipe.train.judge.BadStep` where a loss or a gradient is not finite and
-        ``numbers.non_finite`` is not skip: before the update, or with it undone.
+        Usually they are the result of this step. With ``optimizer.post_validation`` it is the
+        result of the previous step, if there is one. In a no-flush pipeline
+        (``pipeline.weight_versions``) it is the result of an earlier step. In both cases the result
+        of this step is only included if the step is settled (:meth:`settle`): with `settle`, or if
+        a rank requests to stop or to save.
+
+        `requests` is called once, after the backward passes, for this rank's requests. With
+        `record`, :meth:`records` returns afterwards when each operation ran; with `name` profilers
+        see the names of actions. Raises :class:`~megapipe.train.anomaly_detection.BadStep` if a
+        loss or a gradient is not finite and ``health.non_finite`` is not skip: before the update,
+        or with the update undone.
         """
         start = time.perf_counter()
         results = self._use_schedule_of(step)
         if self._warm is not self.schedule:
             self._warm_up(step, rows)
             self.when_warm()
-        results += self.stepper.train(step, rows, wishes, Watch(record, name))
+        results += self.stepper.train(step, rows, requests, Watch(record, name))
         self.settled = False
-        if settle or any(r.wishes.stop or r.wishes.save for r in results):
+        if settle or any(r.requests.stop or r.requests.save for r in results):
             results += self._settle()
         self._seconds[step] = time.perf_counter() - start
         return self._timed(results)
 
     def _warm_up(self, step: int, rows: BatchReader) -> None:
-        """Before the first step of a schedule: on GPUs that exchange messages, run its operations
-        and those of validation (:mod:`megapipe.train.step.warm_up`)."""
+        """Before a schedule's first step, warm up its operations and those of validation
+        (:mod:`megapipe.train.step.warm_up`). Only GPUs that send pipeline messages need this."""
         self._warm = self.schedule
         sends = len(self.pipeline.ranks) < self.placement.ranks
         warmed = (self.schedule, forward_only(self.placement, 1))
@@ -211,9 +212,10 @@ class TrainStep:
             WarmUp(self.machine, schedule).run(self.data.fetch_for(schedule, step, rows))
 
     def settle(self) -> list[StepResult]:
-        """Wait for the weights of the last step; if it is open, validate it and return its result.
+        """Wait for the weights of the last step; if the step is not validated yet, validate it and
+        return its result.
 
-        To be called before weights are used for anything but the next step.
+        Call this before weights are used for anything except the next step.
         """
         start = time.perf_counter()
         results = self._settle()
@@ -223,7 +225,7 @@ class TrainStep:
 
     def _require_settled(self, what: str) -> None:
         if not self.settled:
-            raise RuntimeError(f"{what}: the last step is not settled: expected settle() before it")
+            raise RuntimeError(f"{what}: the last step is not settled: call settle() before it")
 
     def _settle(self) -> list[StepResult]:
         results = self.stepper.settle()
@@ -233,7 +235,7 @@ class TrainStep:
         return results
 
     def _timed(self, results: Sequence[StepResult]) -> list[StepResult]:
-        """The results with the seconds of their steps."""
+        """Return the results with the seconds of their steps."""
         return [replace(result, seconds=self._seconds.pop(result.step)) for result in results]
 
     def save(
@@ -247,13 +249,14 @@ class TrainStep:
     ) -> StorageLocation:
         """Write a checkpoint of the state after `step` steps, into a folder that all ranks share.
 
-        Returns the checkpoint's own folder in it, ``step-<step>``, on every rank. All call it, once
-        the steps are settled (:meth:`settle`). `run_id`, the `digests` of the data and their
-        `order` are stored for runs that resume from it. Raises :class:`CheckpointError` on all.
+        Returns the checkpoint's location, ``step-<step>`` in that folder, on every rank.
+        Collective; call it once the steps are settled (:meth:`settle`). `run_id`, the `digests` of
+        the data and their `order` are stored for runs that resume. Raises :class:`CheckpointError`
+        on all ranks.
         """
         content = self.content(step, run_id=run_id, digests=digests, order=order)
-        place = placed(folder, self.config, self.mesh)
-        return save(place, group=self.mesh, **content._asdict())
+        root = placed(folder, self.config, self.mesh)
+        return save(root, group=self.mesh, **content._asdict())
 
     def content(
         self,
@@ -263,30 +266,29 @@ class TrainStep:
         digests: Mapping[str, str] | None = None,
         order: str = "",
     ) -> SaveArguments:
-        """The content of a checkpoint; its pieces are views of the state."""
+        """Return the content of a checkpoint; the pieces are views of the state."""
         self._require_settled("save")
         run_id = run_id or self.mesh.share(uuid.uuid4().hex)
         return self.state.content(step, run_id=run_id, digests=digests or {}, order=order)
 
     def load(self, path: Path | str) -> None:
-        """Take over the state of a checkpoint of any layout; :attr:`position` then has its step.
-
-        `path` is its folder, or a folder of checkpoints, for the newest. All call it. Raises
-        :class:`CheckpointError` on all if it is damaged, or of another model."""
+        """Load the state of a checkpoint of any layout; :attr:`position` then has its step. `path`
+        is a checkpoint, or a folder from which the newest checkpoint is loaded. Collective. Raises
+        :class:`CheckpointError` on all ranks for a damaged checkpoint, or one of another model."""
         load(find(path, self.config, self.mesh), self.state, self.mesh)
 
     def _forget(self) -> None:
-        """Drop what is under way, as another state is to be taken over."""
+        """Drop work in flight, before another state is loaded."""
         self.optimizer.await_all_weights()
         self.stepper.drop()
         self._seconds.clear()
         self.settled = True
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), of the weights after the
-        last settled step.
+        """Compute logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), with settled
+        weights.
 
-        To be called by all ranks with the same tokens; each gets all logits. Raises
+        Collective: all ranks pass the same tokens, and each receives all logits. Raises
         :class:`DataError` for sequences longer than ``train.sequence_length`` or ids beyond the
         vocabulary.
         """
@@ -295,15 +297,16 @@ class TrainStep:
         return logits.compute_logits(self.machine, tokens, self._feed.document_end)
 
     def records(self) -> list[Record]:
-        """The last recorded step of all pipeline ranks, on processes of the first; else empty."""
+        """Return all pipeline ranks' records of the last recorded step, on processes of the first
+        pipeline rank; [] elsewhere."""
         return self.pipeline.records()
 
     def evaluate(
         self, rows: BatchReader, samples: int, *, stop: Callable[[], bool] = lambda: False
     ) -> ValidationResult:
-        """Mean loss per unmasked token over samples 0 .. `samples` - 1.
+        """Return the mean loss per unmasked token over samples 0 .. `samples` - 1.
 
-        The last batch is filled up with rows that are masked here, whatever they hold. `stop` tells
-        after each batch whether this rank was asked to stop; if one was, all give up.
+        The last batch is padded with masked samples. After each batch `stop` says whether this rank
+        was asked to stop; if any rank was, all ranks stop evaluating.
         """
         return self._evaluator.evaluate(rows, samples, stop)

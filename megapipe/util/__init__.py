@@ -1,1 +1,1 @@
-"""Helpers that know nothing of models or training."""
+"""Helpers that do not depend on models or training."""

@@ -1,4 +1,4 @@
-"""Whether all values of an array are finite numbers."""
+"""A fast check of host tensors for inf and NaN."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value of a floating-point tensor on the host is infinite or no number.
+    """Whether all values of a floating-point host tensor are finite (no inf, no NaN).
 
-    A sum is the fastest look at an array; only where it is not finite, which finite values may be
-    the cause of, each value is looked at.
+    The sum is checked first, which is fastest. A sum of finite values can overflow, so each value
+    is checked if the sum is not finite.
     """
     wide = torch.promote_types(values.dtype, torch.float32)
     return math.isfinite(values.sum(dtype=wide).item()) or bool(values.isfinite().all())

@@ -1,10 +1,11 @@
-"""Processes that own a folder, and how others see whether they are still there.
+"""Ownership of a folder by one process, whose heartbeats show other processes that it still runs.
 
-A process owns a folder ``.NAME.1`` by having created it: mkdir succeeds for one process only, on
-network file systems too. As long as it lives it rewrites a file in it every few seconds, with its
-identity and a rising count. It is gone if it is of the reader's machine and has ended, or if the
-count stands still for longer than network file systems delay what others wrote. Clocks of machines
-are not compared. Who finds the owner of ``.NAME.1`` gone creates ``.NAME.2``.
+The process that creates the folder ``.NAME.1`` owns NAME: mkdir succeeds for one process only, on
+network file systems too. While the owner lives, it rewrites a file in that folder every few
+seconds, with its identity and a rising count. An owner counts as gone if it ran on the reader's
+machine and has ended, or if its count has not changed for longer than network file systems delay
+writes. Clocks of machines are not compared. A process that finds the owner gone creates
+``.NAME.2`` and so becomes the next owner.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megapipe.util.beneath import write_no_symlinks
 from megapipe.util.lived import LivedTime
+from megapipe.util.no_symlinks import write_no_symlinks
 from megapipe.util.processes import machine, start_of
 
 BEAT_S = 5.0
-"""Seconds between two writes of the count."""
+"""Seconds between two heartbeats of an owner."""
 STALE_S = 90.0
-"""Seconds without a new count after which a process is taken for gone. NFS shows the present
-content of a file that is opened, but may hide a new file for 60 s."""
+"""Seconds without a heartbeat after which an owner counts as gone. NFS shows the present content
+of a file that is opened, but can hide a new file for 60 s."""
 POLL_S = 0.2, 2.0
-"""Seconds between looks, at first and after a while."""
+"""Shortest and longest time between two reads of an owner's heartbeat file, seconds."""
 
 
 def attempts(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The folders beside `folder` that processes own for it, with their numbers."""
+    """Yield number and path of each folder ``.NAME.1``, ``.NAME.2``, ... that a process has created
+    to own `folder`, where NAME is the name of `folder`."""
     prefix = f".{folder.name}."
     for name in os.listdir(folder.parent):
         number = name.removeprefix(prefix)
@@ -45,17 +47,18 @@ def attempts(folder: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, and how often it has said that it is alive."""
+    """A process that owns a folder, as described in its heartbeat file."""
 
     host: str
     machine: str
-    """A name that tells machines, and containers that count processes by themselves, apart."""
+    """Name of the machine, or of the container if the container has its own process ids."""
     process: int
     began: float
-    """Start of the process, in the machine's own measure."""
+    """Start time of the process, as :func:`~megapipe.util.processes.start_of` returns it."""
     since: float = 0.0
-    """Unix time at which it became the owner, to be shown and not compared."""
+    """Unix time at which the process became the owner; for messages, not for comparisons."""
     count: int = 0
+    """Number of earlier heartbeats of the process."""
 
     @staticmethod
     def this_process() -> Owner:
@@ -67,28 +70,29 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this machine, where its end is seen at once."""
+        """Whether the process is on this machine, where its end can be observed directly."""
         return self.machine == machine()
 
     @property
     def ended(self) -> bool:
-        """Whether the process is known to have ended: it is of this machine and not there."""
+        """Whether the process is known to have ended: it ran on this machine and runs no longer."""
         if not self.is_here:
             return False
-        began = start_of(self.process)  # 0: the system does not tell of processes of other users
+        began = start_of(self.process)  # 0: the system hides processes of other users
         return began is None or began not in (0.0, self.began)
 
 
 @contextlib.contextmanager
 def beating(path: Path, *, proof: Path | None = None) -> Iterator[None]:
-    """Write to `path` at once and then every few seconds that this process is alive; remove it
-    afterwards. Nothing is done without the file `proof` that the folder is still its own."""
+    """Write heartbeats of this process to the file `path` while the context is open, the first one
+    at once. Remove the file when the context closes. If the file `proof` is missing, another
+    process has become the owner, and `path` is left alone."""
     me, done = asdict(Owner.this_process()), threading.Event()
 
     def beat(count: int) -> None:
         if proof is not None and not proof.exists():
             return
-        with contextlib.suppress(OSError):  # a full disk, or what others took away
+        with contextlib.suppress(OSError):  # the disk is full, or the folder was removed
             fresh = path.with_name(f".{path.name}")
             write_no_symlinks(path.parent, fresh.name, json.dumps({**me, "count": count}))
             fresh.rename(path)
@@ -112,7 +116,7 @@ def beating(path: Path, *, proof: Path | None = None) -> Iterator[None]:
 
 
 def read(path: Path) -> Owner | None:
-    """The owner that writes to `path`; None if the file is missing or unreadable."""
+    """Return the owner that the heartbeat file `path` names; None if it is missing or damaged."""
     try:
         return Owner(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -120,18 +124,20 @@ def read(path: Path) -> Owner | None:
 
 
 class OwnerWatch:
-    """Looks of a waiting process at owners of folders, which may have been suspended with it."""
+    """Checks for a waiting process whether the owner of a folder is alive. Time in which the
+    waiting process is suspended does not count: the owner may be suspended with it."""
 
     def __init__(self) -> None:
         self._clock = LivedTime(2 * POLL_S[1])
         self._seen: tuple[Path, Owner | None] | None = None
         self._since = 0.0
         self.owner: Owner | None = None
-        """The owner as of the last look; None if it has not said who it is."""
+        """The owner that :meth:`look` has read; None if the heartbeat file was not readable."""
 
     def look(self, path: Path) -> Literal["gone", "alive", "unknown"]:
-        """Look at the owner that writes to `path`: it is alive if its count has risen
-        between two looks."""
+        """Read the heartbeat file `path` and compare it with the previous call. The owner is alive
+        if there is a new heartbeat, and gone if its process has ended or its last heartbeat is too
+        old. The first call never returns "alive"."""
         self.owner, now = read(path), self._clock.look()
         before, self._seen = self._seen, (path, self.owner)
         if before != self._seen:
@@ -142,15 +148,15 @@ class OwnerWatch:
         return "alive" if known and before != self._seen else "unknown"
 
     def name(self) -> str:
-        """The owner in words."""
-        return "a process that did not say which" if self.owner is None else str(self.owner)
+        """Return a description of the owner, such as ``process 123 on node7``."""
+        return "an unknown process" if self.owner is None else str(self.owner)
 
     def pause(self) -> None:
-        """Sleep until the next look."""
+        """Sleep before the next :meth:`look`, for longer the longer this process has waited."""
         time.sleep(min(max(POLL_S[0], self._clock.look() / 20), POLL_S[1]))
 
 
 def print_notice(line: str) -> None:
-    """Tell a line on stderr."""
+    """Print a line on stderr."""
     with contextlib.suppress(OSError, ValueError):
         print(f"megapipe: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Time in which this process runs: deadlines do not pass while it is suspended.
+"""A clock that stops while this process is suspended, so that time limits do not expire meanwhile.
 
-No clock of the system stands still with a process that SIGSTOP suspends, as ``scontrol suspend``
-does. So a wait is cut into short slices, of which each counts for a second at most.
+System clocks go on while a process is suspended by SIGSTOP, which ``scontrol suspend`` sends. So a
+long wait is made of short waits, and each of them counts for at most one second.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 SLICE_S = 0.5
-"""The longest wait between two looks at the clock."""
+"""Length of the short waits, seconds: after each one the clock is read."""
 LEAST_S = 0.01
-"""The shortest wait for a store: less than a millisecond counts as for ever."""
+"""Shortest timeout passed to a torch store, seconds: torch reads less than 1 ms as no timeout."""
 MOST_S = 1.0
-"""The most that counts between two looks."""
+"""Default for the maximum number of seconds that the clock counts between two readings."""
 
 
 class LivedTime:
-    """A clock that begins at 0 and counts the seconds in which this process runs.
+    """A clock that starts at 0 and counts the seconds in which this process is not suspended.
 
-    Who waits looks at it every :data:`SLICE_S`, or less than `most_s` apart.
+    Between two calls of :meth:`look` it counts at most `most_s` seconds; the rest is taken for a
+    suspension. So a waiting caller must call :meth:`look` more often than that.
     """
 
     def __init__(self, most_s: float = MOST_S) -> None:
@@ -31,7 +32,7 @@ class LivedTime:
         self._seconds = 0.0
 
     def look(self) -> float:
-        """Count the time since the last look, and return that since the beginning, seconds."""
+        """Return the seconds counted since the clock was made."""
         now = time.monotonic()
         self._seconds += min(now - self._last, self._most_s)
         self._last = now
@@ -39,18 +40,18 @@ class LivedTime:
 
 
 class Waits(Protocol):
-    """The part of a store (``torch.distributed.Store``) that is used."""
+    """Methods of a rendezvous store (``torch.distributed.Store``) with which one waits for keys."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None:
-        """Return when all keys are there. Raises RuntimeError after `timeout`."""
+        """Return when the store has all keys. Raises RuntimeError after `timeout`."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there. Raises RuntimeError if the store is lost."""
+        """Whether the store has all keys. Raises RuntimeError if the store is lost."""
 
 
 def await_keys(store: Waits, keys: Sequence[str], seconds: float) -> None:
-    """Wait until a store has all keys. Raises what its wait raises, after `seconds` in which this
-    process runs, and at once if the store is lost."""
+    """Wait until the store has all keys. Raises the store's error after `seconds`, not counting
+    time in which this process is suspended, or at once if the store is lost."""
     clock, wanted = LivedTime(), list(keys)
     while True:
         left = min(max(seconds - clock.look(), LEAST_S), SLICE_S)

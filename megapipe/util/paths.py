@@ -1,7 +1,7 @@
-"""Paths that users name, looked up without surprises.
+"""Look-ups of paths that users name: a path that cannot be looked up counts as missing.
 
-:class:`pathlib.Path` raises where a name is too long, where a folder may not be entered, and where
-``~name`` is no user's home. To a user, nothing is there.
+:class:`pathlib.Path` raises if a name is too long, if a folder may not be entered, or if ``~name``
+is not a user's home. For the user of megapipe, such a path simply does not exist.
 """
 
 import os
@@ -9,37 +9,37 @@ import tempfile
 from pathlib import Path
 
 LATEST = "latest"
-"""Name of the link to the run that was started last, in the folder with all runs."""
+"""Name of the symbolic link, in the folder of all runs, to the run that was started last."""
 
 
 def user_path(name: str) -> Path:
-    """The path of a name that may begin with ``~``."""
+    """Return the path for a name, with ``~`` at its beginning replaced by the home folder."""
     return Path(os.path.expanduser(name))
 
 
 def temporary_folder_problem() -> str | None:
-    """Say that this host has no folder for temporary files, which torch needs to be loaded."""
+    """Return an error text if no folder for temporary files is writable; torch needs one."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tried = (error.strerror or "").partition(" in ")[2]
         return (
-            f"no folder takes temporary files, of {tried}: make room in one, or set TMPDIR to a "
-            "folder that can be written to"
+            f"no temporary file can be written to {tried}: free space in one of them, or set "
+            "TMPDIR to a writable folder"
         )
     return None
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or a folder."""
+    """Whether the path is a file or a folder."""
     return os.path.exists(path)
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file."""
+    """Whether the path is a file."""
     return os.path.isfile(path)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder."""
+    """Whether the path is a folder."""
     return os.path.isdir(path)

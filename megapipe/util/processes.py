@@ -1,4 +1,4 @@
-"""Processes of this machine, as far as the system tells about them."""
+"""Identity and state of processes on this machine, from /proc if it exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """A name that tells machines, and containers that count processes by themselves, apart."""
+    """Return a text that identifies this machine since its boot, and this container if it has its
+    own process ids. Processes with equal texts can check each other's process ids."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -18,8 +19,8 @@ def machine() -> str:
 
 
 def start_of(pid: int) -> float | None:
-    """When a process began, in the machine's own measure; 0 where that is not told, None if there
-    is no such process."""
+    """Return the start time of process `pid` in clock ticks since boot; 0 if the system hides it,
+    None if no such process runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -33,12 +34,12 @@ def start_of(pid: int) -> float | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process; not by a debugger."""
+    """Whether a signal such as SIGSTOP has suspended the process; a debugger's stop is ignored."""
     with contextlib.suppress(OSError, IndexError):
         return _status(pid)[0] == "T"
     return False
 
 
 def _status(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on, which is the state."""
+    """Return the fields of /proc/PID/stat without the first two; the process state comes first."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,13 +1,14 @@
-"""Names that are URLs, as names alone: nothing is opened here."""
+"""Checks of URLs in configurations, as texts: no URL is opened."""
 
 import re
 
 from megapipe.errors import ConfigError
-from megapipe.words import REDACTED, without_secrets, without_user_info
+from megapipe.text import REDACTED, without_secrets, without_user_info
 
 _URL = re.compile(r"[\w.+-]+:/\S.*", re.DOTALL)
 _TEMPLATES = re.compile(r"(^|::)reference:")
-"""fsspec's files that are made by templates of jinja, in some versions without a sandbox."""
+"""Pattern of URLs of fsspec's "reference" file system. Its files hold jinja templates, which some
+fsspec versions run without a sandbox."""
 
 
 def is_remote(source: str) -> bool:
@@ -16,37 +17,39 @@ def is_remote(source: str) -> bool:
 
 
 def without_query(path: str) -> str:
-    """A URL of a web server without the query, which says what is asked for and by whom; anything
-    else as it is."""
+    """Return a web server's URL without the query, which may hold secrets; return other names
+    unchanged."""
     return re.split("[?#]", path)[0] if path.startswith(("http://", "https://")) else path
 
 
 def check_url(key: str, value: str) -> None:
-    """Raise ConfigError for a URL that cannot be used, or not without its secrets being told.
+    """Raise ConfigError if `value`, the value of configuration key `key`, is a URL that cannot be
+    used, or that holds a user name or a password. The error text does not show these.
 
-    Run folders, logs and checkpoints hold the configuration, in which URLs are without their
-    queries. A user name or a password in a URL is an error, which does not repeat it.
+    Run folders, logs and checkpoints hold the configuration, but without the queries of URLs. So a
+    URL may hold secrets only in its query.
     """
     if not is_remote(value):
         return
     if without_user_info(value) != value:
         raise ConfigError(
-            f"{key} is a URL with a user name or a password in it, which every run folder, log and "
-            "checkpoint would hold: expected them in the environment or in fsspec's configuration"
+            f"{key} is a URL with a user name or password, which would be copied into run "
+            "folders, logs and checkpoints: put them into the environment or fsspec's "
+            "configuration"
         )
     if _TEMPLATES.search(value):
-        raise ConfigError(f"{key}={value}: reference: is not opened: its templates may run code")
+        raise ConfigError(f"{key}={value}: reference: is refused: its templates may run code")
     if not _URL.fullmatch(value):
         return
     if REDACTED in (written := without_secrets(value)) and not written.endswith(REDACTED):
         raise ConfigError(
-            f"{key} is a URL whose query cannot be told from the text around it: expected spaces "
-            "as %20 in it, and no quote, bracket or punctuation at its end"
+            f"{key} is a URL whose end is ambiguous: write spaces as %20, and no quote, "
+            "bracket or punctuation at its end"
         )
 
 
 def check_folder(key: str, url: str) -> None:
-    """Raise ConfigError for a URL that is no folder of a store."""
+    """Raise ConfigError if `url`, the value of `key`, cannot be a folder of an object store."""
     check_url(key, url)
     protocol, _, path = url.partition("://")
     if not path.strip("/") or "::" in url or set(url) & set("*?[]"):

@@ -1,8 +1,9 @@
-"""Code of the user's that a configuration names as ``module:name``.
+"""User code that a configuration names as ``module:name``.
 
-It is imported with the current directory on the path, unless the environment refuses that. Every
-problem with it becomes an error of one line, which names the code. ``run.own_code``, by which a
-command refuses it, is read where configurations are (:mod:`megapipe.cli`).
+User code is imported with the current directory on the path, unless an environment variable refuses
+user code. A problem with user code becomes a one-line error that names the code. The key
+``run.user_code``, which also can refuse user code, is checked where configurations are read
+(:mod:`megapipe.cli`).
 """
 
 import contextlib
@@ -21,40 +22,41 @@ from megapipe.errors import MegapipeError
 from megapipe.util.paths import exists
 
 FAILURES = (Exception, SystemExit)
-"""Exceptions by which code of the user's fails: a sys.exit() in it would end the run as if it were
-done."""
-ENVIRONMENT = "MEGAPIPE_OWN_CODE"
-"""Variable by which a site or a user refuses all code of this kind, whatever configurations say."""
+"""Exceptions of user code that become errors. SystemExit is one: sys.exit() would otherwise end the
+run as if it were done."""
+ENVIRONMENT, OLD_ENVIRONMENT = "MEGAPIPE_USER_CODE", "MEGAPIPE_OWN_CODE"
+"""Environment variable, and its name in version 0.1. With it a site or a user refuses all user
+code, whatever configurations say."""
 _SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def is_user_code(text: str) -> bool:
-    """Whether `text` has the form ``module:name``, with dots in the module if need be."""
+    """Whether `text` has the form ``module:name``; the module may have dots."""
     return re.fullmatch(_SPEC, text) is not None
 
 
 def is_source(text: str) -> bool:
-    """Whether a source of data is code of the user's; a file of that name comes first."""
+    """Whether a data source is user code. A file with that name takes precedence."""
     return is_user_code(text) and not exists(Path(text))
 
 
 def names_or_code(names: Iterable[str]) -> str:
-    """A regular expression of these names, and of whatever has the form ``module:name``."""
+    """Return a regular expression for `names` and all texts of the form ``module:name``."""
     return f"^({'|'.join([*names, _SPEC])})$"
 
 
 class UserCode:
-    """A function or class of the user's.
+    """A user-defined function or class.
 
     Args:
         spec: ``module:name``.
-        what: begins the line of an error, such as ``schedule`` or ``optimizer.rule=``.
-        error: the class of the errors that are raised here and by :meth:`call`.
-        kind: the noun for what is wanted, in the error where there is no such name.
+        what: beginning of error lines, such as ``schedule`` or ``optimizer.rule=``.
+        error: the class of the errors that are raised by this class and :meth:`call`.
+        kind: noun for the error that the module has no such name, for example ``class``.
 
     Raises:
-        MegapipeError: no such module or name, not callable, an exception at its import, or refused
-            by the environment, before it is imported.
+        MegapipeError: the environment refuses user code, or the code is missing, is not callable,
+            or raises an exception at import.
     """
 
     def __init__(
@@ -63,22 +65,21 @@ class UserCode:
         self.spec = spec
         self._error = error
         self._kind = kind
-        self._where = f"{what}{spec}" if what.endswith("=") else f"{what} {spec}"
+        self._label = f"{what}{spec}" if what.endswith("=") else f"{what} {spec}"
         self._check_allowed()
         with _current_directory_on_path():
             self.function = self._find()
 
     def _check_allowed(self) -> None:
-        value = os.environ.get(ENVIRONMENT, "") or "allow"
-        if value == "refuse":
-            raise self.problem(f"it names code to run, which {ENVIRONMENT}=refuse does not allow")
-        if value != "allow":
-            raise self.problem(
-                f"{ENVIRONMENT}={value} in the environment: expected allow or refuse"
-            )
+        for name in (ENVIRONMENT, OLD_ENVIRONMENT):
+            value = os.environ.get(name, "") or "allow"
+            if value == "refuse":
+                raise self.problem(f"it names code to run, which {name}=refuse does not allow")
+            if value != "allow":
+                raise self.problem(f"{name}={value} in the environment: expected allow or refuse")
 
     def _find(self) -> Callable[..., Any]:
-        if not is_user_code(self.spec):  # all that is ever imported has the form that is looked for
+        if not is_user_code(self.spec):  # imported code always has this form
             raise self.problem("write module:name, as in my_module:build")
         module, _, name = self.spec.partition(":")
         try:
@@ -96,10 +97,10 @@ class UserCode:
         return function
 
     def call(self, given: Mapping[str, Any], able: Sequence[str]) -> Any:
-        """Call it with those of the `given` arguments that its signature takes; returns its result.
+        """Call the code with the arguments of `given` that its signature has; return its result.
 
-        `able` names all arguments that could be given. It is an error if the signature requires one
-        that is not `given`.
+        `able`: names of all arguments that the caller could pass. An error about a required
+        argument that is not in `given` lists these names.
         """
         with _current_directory_on_path():
             arguments = self._arguments(given, able)
@@ -109,11 +110,11 @@ class UserCode:
                 raise self.failed(error) from error
 
     def check(self, able: Sequence[str]) -> None:
-        """Raise an error if its signature requires an argument that is none of `able`."""
+        """Raise an error if the signature requires an argument whose name is not in `able`."""
         self._arguments(dict.fromkeys(able), able)
 
     def check_positional(self, names: Sequence[str]) -> None:
-        """Raise an error if it cannot be called with these arguments in this order."""
+        """Raise an error if the code cannot be called with the positional arguments `names`."""
         try:
             inspect.signature(self.function).bind(*names)
         except TypeError as error:
@@ -122,15 +123,15 @@ class UserCode:
             return
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of its signature, by name."""
+        """Return the parameters of the code's signature, by name."""
         try:
             return inspect.signature(self.function).parameters
         except (TypeError, ValueError):
-            raise self.problem("what it takes cannot be read") from None
+            raise self.problem("its parameters cannot be read") from None
 
     @property
     def takes_all(self) -> bool:
-        """Whether it takes keyword arguments of any name."""
+        """Whether the code takes arbitrary keyword arguments."""
         return any(p.kind is p.VAR_KEYWORD for p in self.parameters().values())
 
     def _arguments(self, given: Mapping[str, Any], able: Sequence[str]) -> dict[str, Any]:
@@ -148,13 +149,14 @@ class UserCode:
         return {name: value for name, value in given.items() if name in parameters}
 
     def problem(self, text: str) -> MegapipeError:
-        """An error that says which code it is about."""
-        return self._error(f"{self._where}: {text}")
+        """Return an error that names the user code, followed by `text`."""
+        return self._error(f"{self._label}: {text}")
 
     def failed(self, error: BaseException, during: str = "") -> MegapipeError:
-        """An error of one line for an exception of the user's code, with the place where it arose.
+        """Return a one-line error for an exception of user code, with the place where it was
+        raised.
 
-        `during`, such as ``sample 3: ``, stands before it.
+        `during`, such as ``sample 3: ``, is put before the text.
         """
         if isinstance(error, MegapipeError):
             return self.problem(f"{during}{error}")
@@ -162,9 +164,9 @@ class UserCode:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception that was raised, and the place where it was."""
+    """Return an exception's type and text, with the file and line that raised it, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, SyntaxError):  # whose text has the place
+    if isinstance(error, SyntaxError):  # its text names the place
         return text
     frames = traceback.extract_tb(error.__traceback__)
     ends = getattr(sys.exit, "__code__", None), Quitter.__call__.__code__
@@ -183,5 +185,5 @@ def _current_directory_on_path() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the user's code may have taken it away
+        with contextlib.suppress(ValueError):  # user code may have removed it
             sys.path.remove(here)

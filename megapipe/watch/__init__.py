@@ -1,2 +1,2 @@
-"""Who looks for ranks that hang: each rank notes what it does in a file that is mapped into its
-memory, and a process of the node reads these files."""
+"""Detection of hangs: each rank records what it does in a memory-mapped file, and a monitor process
+on the node reads these files."""

@@ -1,4 +1,4 @@
-"""The command of a monitor; a rank starts it."""
+"""Command that runs a monitor; a rank starts it."""
 
 from megapipe.watch.monitor import main
 

@@ -1,13 +1,13 @@
-"""The journal of a rank: what it does at present, and whom it waits for.
+"""The journal of a rank: what the rank does at present, and which ranks it waits for.
 
-A journal is a small file that is mapped into the memory of the rank, which writes it, and of the
-node's monitor, which reads it (:mod:`megapipe.watch.monitor`). A note costs the rank a fraction of
-a microsecond and no call of the system's, and it is there whatever the rank does next: it may be
-stopped, or hold Python's lock for ever.
+A journal is a small file that is mapped into memory by the rank, which writes it, and by the node's
+monitor, which reads it (:mod:`megapipe.watch.monitor`). An entry costs the rank a fraction of a
+microsecond and no system call. The journal stays readable whatever the rank does next, even if the
+rank is suspended or never releases the GIL.
 
-Ranks that wait for each other exchange something over a *line*: a process group, or a channel from
-one to another. Each counts the exchanges that it has begun there. A rank that waits for its n-th
-exchange waits for those that have begun fewer.
+Ranks exchange data over communicators: process groups and channels. A communicator is called a
+*line* in the journal. Each rank counts the exchanges that it has begun on each line. A rank that
+waits for its n-th exchange on a line waits for the ranks that have begun fewer exchanges there.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from megapipe.watch.own_time import ComputeTime
+from megapipe.watch.compute_time import ComputeTime
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 PID, BEATS, STEP, LINE, EXCHANGE, VERDICT, LEFT, LOST = range(8)
-"""Words of a journal: the process; how often its heart has beaten; the step that it trains, counted
-from 1; the line that it waits at, counted from 1, and the number of the exchange there; 1 once the
-monitor has found that the job hangs; 1 once the rank is leaving; 1 once it has lost contact with
-another."""
+"""Indices of words in a journal. PID: process id. BEATS: number of heartbeats. STEP: current step,
+from 1. LINE: number, from 1, of the communicator at which the rank waits; 0: no wait. EXCHANGE:
+number of the exchange there. VERDICT: 1 once the monitor has found a hang. LEFT: 1 once the rank
+leaves. LOST: 1 once the rank has lost contact with another rank."""
 _FIRST = 8
 WORDS = 512
-"""Words of 8 bytes: those above, and a count of exchanges for each line."""
+"""Number of 8-byte words: those above, and a count of exchanges for each communicator."""
 TEXT = 120
-"""Bytes of the name of what the rank does, and of that of its place in the mesh."""
+"""Bytes for each of two texts: the rank's activity, and its coordinates in the mesh."""
 _DOES = slice(8 * WORDS, 8 * WORDS + TEXT)
-_PLACE = slice(_DOES.stop, _DOES.stop + TEXT)
-SIZE = _PLACE.stop
+_COORDINATES = slice(_DOES.stop, _DOES.stop + TEXT)
+SIZE = _COORDINATES.stop
 PREFIX = "rank-"
-"""Of a journal's file name; the rank follows. The lines are in a file that ends in `.lines`."""
+"""Beginning of a journal's file name, before the rank. A second file, whose name ends in `.lines`,
+lists the communicators."""
 
 
 class Journal:
-    """The journal that this rank writes: at first in memory of its own, which nobody reads."""
+    """The journal that this rank writes; no monitor reads it until :meth:`publish` is called."""
 
     def __init__(self) -> None:
         self.own_time = ComputeTime()
@@ -52,11 +53,11 @@ class Journal:
     def _use(self, memory: memoryview) -> None:
         self.words = memory[: 8 * WORDS].cast("q")
         self.note = memory[_DOES]
-        """Takes what the rank does from now on, in `TEXT` bytes, as :func:`text` makes them."""
-        self._place = memory[_PLACE]
+        """Buffer of `TEXT` bytes for the rank's present activity, as :func:`text` encodes it."""
+        self._coordinates = memory[_COORDINATES]
 
     def publish(self, folder: Path, rank: int) -> None:
-        """Have it in a file of `folder` from now on; to be called before there is any line."""
+        """Keep the journal in a file of `folder` from now on. Call this before :meth:`counter`."""
         assert not self._lines
         self._file = folder / f"{PREFIX}{rank}"
         fresh = folder / f".{PREFIX}{rank}"
@@ -66,15 +67,15 @@ class Journal:
         fresh.rename(self._file)
 
     def withdraw(self) -> None:
-        """Note that the rank leaves; the monitor may then remove the file."""
+        """Record that the rank leaves. Then the monitor may remove the file."""
         self.words[LEFT] = 1
         self._file = None
 
     def counter(
         self, name: str, ranks: Sequence[int], *, heeds: Sequence[int] | None = None
     ) -> CommCounter:
-        """A line between `ranks`, all of which give it this `name`; of them this one waits for
-        those that it `heeds`, by default for all."""
+        """Make the counter of a communicator. All its `ranks` use the same `name`. `heeds`: ranks
+        that this rank waits for on this communicator, by default all."""
         number = len(self._lines)
         self._lines.append((name, ranks if heeds is None else heeds))
         if self._file is not None:
@@ -83,42 +84,42 @@ class Journal:
         return CommCounter(self, min(number, WORDS - _FIRST - 1))
 
     def set_activity(self, name: bytes) -> None:
-        """Note what the rank does from now on, in `TEXT` bytes, as :func:`text` makes them."""
+        """Record the rank's present activity, encoded by :func:`text` into `TEXT` bytes."""
         self.note[:] = name
 
     def trains(self, step: int) -> None:
-        """Note the step, counted from 1."""
+        """Record the current step, counted from 1."""
         self.words[STEP] = step
 
     def waits(self) -> bytes | None:
-        """All that the rank has noted, to be compared, if it waits for others."""
+        """Return the 8-byte words that describe the present wait, to be compared; None: no wait."""
         words = self.words
         return bytes(words[STEP:VERDICT]) + bytes(words[_FIRST:]) if words[LINE] else None
 
-    def is_at(self, place: str) -> None:
-        """Note the rank's place in the mesh."""
-        self._place[:] = text(place)
+    def is_at(self, coordinates: str) -> None:
+        """Record the rank's coordinates in the mesh."""
+        self._coordinates[:] = text(coordinates)
 
 
 class CommCounter:
-    """This rank's end of a line. More of them than a journal has words for share the last."""
+    """This rank's count of exchanges on a communicator. Counters share a word in a full journal."""
 
     def __init__(self, journal: Journal, number: int) -> None:
         self.words = journal.words
         self.at = _FIRST + number
-        """The word that counts its exchanges."""
+        """Index of the journal's word with the count of exchanges."""
         self._number = number
         self._own_time = journal.own_time
 
     def count(self) -> int:
-        """Note that an exchange begins; returns its number, from 1."""
+        """Record that an exchange begins. Return the number of the exchange, from 1."""
         words = self.words
         number = words[self.at] + 1
         words[self.at] = number
         return number
 
     def wait(self, exchange: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call what waits for an exchange, and note that; returns what it does."""
+        """Run `call`, which waits for an exchange, and record the wait. Return the result."""
         words, own = self.words, self._own_time
         words[EXCHANGE] = exchange
         words[LINE] = self._number + 1
@@ -131,40 +132,40 @@ class CommCounter:
 
 
 def unwatched() -> CommCounter:
-    """A line of which nobody knows."""
+    """Return the counter of a communicator that no monitor observes."""
     return Journal().counter("", ())
 
 
 def text(name: str) -> bytes:
-    """A name as a journal has it."""
+    """Encode a text for a journal, cut or padded to `TEXT` bytes."""
     return name.encode()[:TEXT].ljust(TEXT)
 
 
 class JournalState(NamedTuple):
-    """A journal as it is read."""
+    """The contents of a journal."""
 
     pid: int
     beats: int
     step: int
-    """Counted from 1; 0 outside of training."""
+    """Current step, counted from 1; 0 outside of training."""
     does: str
-    place: str
-    """Its coordinates in the mesh, in words; empty before there is one."""
+    coordinates: str
+    """Coordinates in the mesh, as text; "" before the mesh exists."""
     begun: dict[str, int]
-    """Exchanges that it has begun, by line."""
+    """Number of exchanges that the rank has begun, by communicator."""
     line: str | None
-    """The line that it waits at..."""
+    """Communicator at which the rank waits; None: the rank does not wait."""
     exchange: int
-    """... for this exchange..."""
+    """Number of the exchange that the rank waits for."""
     waits_for: tuple[int, ...]
-    """... and the ranks that it may be waiting for."""
+    """Ranks for which the rank may be waiting."""
     left: bool
     lost_contact: bool = False
-    """It has lost contact with another, and cannot tell with whom."""
+    """Whether the rank has lost contact with some other rank and cannot tell with which."""
 
 
 class JournalReader:
-    """A journal that a rank writes into a file."""
+    """Reads a journal that a rank writes into a file."""
 
     def __init__(self, file: Path) -> None:
         self.rank = int(file.name.removeprefix(PREFIX))
@@ -174,14 +175,14 @@ class JournalReader:
         self._memory = _mapped(file)
 
     def look(self) -> tuple[int, bytes]:
-        """How often its heart has beaten, and the rest as it is now, to be compared."""
+        """Return the number of heartbeats, and the other contents as bytes for comparison."""
         content = self._memory[:]
         beats = slice(8 * BEATS, 8 * BEATS + 8)
         count = int.from_bytes(content[beats], "little")
         return count, content[: beats.start] + content[beats.stop :]
 
     def read(self) -> JournalState:
-        """The journal as it is now."""
+        """Decode the present contents of the journal."""
         content = self._memory[:]
         words = memoryview(content)[: 8 * WORDS].cast("q")
         lines = self._known_lines()
@@ -196,7 +197,7 @@ class JournalReader:
             beats=words[BEATS],
             step=words[STEP],
             does=_name(content[_DOES]),
-            place=_name(content[_PLACE]),
+            coordinates=_name(content[_COORDINATES]),
             begun=begun,
             line=lines[at][0] if known else None,
             exchange=words[EXCHANGE],
@@ -206,7 +207,7 @@ class JournalReader:
         )
 
     def _known_lines(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The lines so far, each with the ranks that are heeded."""
+        """Return the communicators so far, each with the ranks that this rank waits for on it."""
         try:
             size = self._lines_file.stat().st_size
         except OSError:
@@ -218,8 +219,8 @@ class JournalReader:
             self._lines_size = size
         return self._lines
 
-    def tell(self) -> None:
-        """Let the rank know that there is a verdict."""
+    def announce_verdict(self) -> None:
+        """Tell the rank that the monitor has a verdict."""
         self._memory[8 * VERDICT] = 1
 
 

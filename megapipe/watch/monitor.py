@@ -1,15 +1,16 @@
-"""A process of a node that finds ranks which hang: ``python -m megapipe.watch``.
+"""A process on each node that finds ranks that hang: ``python -m megapipe.watch``.
 
-It reads the journals of the node's ranks four times a second, and no rank can hold it up. Where one
-has waited for its peers for longer than the limit, or for seconds for one whose process is gone, it
-finds out for whom (:mod:`megapipe.watch.culprit`), has all ranks of the node write down their
-stacks, and gives the verdict to the ranks, which end by it; those that cannot are killed. Before
-the first step it does so where a rank is lost, whoever waits. Of several nodes one monitor decides,
-to which the others tell what they see (:mod:`megapipe.watch.nodes`).
+The monitor reads the journals of the node's ranks four times a second. No rank can delay this.
+There is a hang if a rank has waited for its peers for longer than the limit, or for some seconds
+for a rank whose process is gone. Then the monitor diagnoses the hang
+(:mod:`megapipe.watch.hang_diagnosis`), makes all ranks of the node write their stacks, and passes
+them the verdict: the line with which they end. Ranks that cannot end are killed. Before the first
+step a lost rank alone counts as a hang, whether or not others wait. With several nodes, one monitor
+decides, and the others report to it (:mod:`megapipe.watch.monitor_link`).
 
-It ends when its ranks have ended; where these are gone and no other node has reached it yet, some
-seconds later. Signals that a terminal or a launcher sends to all are not for
-it.
+The monitor ends when its ranks have ended. If its ranks are gone and no other node has connected
+yet, it ends some seconds later. It ignores signals that a terminal or a launcher sends to all
+processes.
 """
 
 from __future__ import annotations
@@ -25,53 +26,53 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.util.beneath import make_folder, write_no_symlinks
+from megapipe.util.no_symlinks import make_folder, write_no_symlinks
 from megapipe.util.processes import is_stopped, start_of
-from megapipe.watch.culprit import RankView, describe, diagnose
+from megapipe.watch.hang_diagnosis import RankView, describe, diagnose
 from megapipe.watch.journal import PREFIX, JournalReader
-from megapipe.watch.nodes import SILENT_S, MonitorClient, MonitorServer
+from megapipe.watch.monitor_link import SILENT_S, MonitorClient, MonitorServer
 
 LOOK_S = 0.25
-"""Time between two looks."""
+"""Seconds between two looks at the journals."""
 SUSPENDED_S = 1.0
-"""The most that counts of it."""
+"""Maximum seconds counted between two looks; a longer gap means a suspended monitor."""
 STACKS_S = 0.2
-"""How long ranks may take to write down their stacks."""
+"""Seconds that ranks may take to write the stacks of their threads."""
 END_S = 4.0
-"""How long ranks may take to end by a verdict; those that cannot hear it are killed when the others
-have ended, whose exit code is then that of the job."""
-SAY_S = 3.0
-"""How long ranks of other nodes may take to tell the store of a verdict that they have heard."""
+"""Seconds that ranks may take to end after a verdict. Then the remaining ranks are killed. The
+job's exit code is that of the ranks that have ended in time."""
+VERDICT_S = 3.0
+"""Seconds that ranks of other nodes may take to write a verdict to the store."""
 UNASKED_S = 4.0
-"""How long one that other nodes have not reached yet outlives its ranks where these are gone."""
+"""Seconds that the deciding monitor waits for a first other monitor once its ranks are gone."""
 VERDICT = "verdict"
-"""The file that has it, and the folder of the report."""
+"""Name of a file. The file contains the verdict and the path of the report folder."""
 STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Has a rank write down the stacks of its threads."""
+"""Signal at which a rank writes the stacks of its threads."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Settings(NamedTuple):
-    """The monitor's orders."""
+    """Settings of a monitor, which it reads from stdin as JSON."""
 
     folder: str
-    """Where the journals are."""
+    """Path of the folder with the journals of this node's ranks."""
     limit_s: float
-    """How long a rank may wait for others, seconds."""
+    """Seconds that a rank may wait for other ranks."""
     reports: str
-    """The folder in the run's that gets a folder for each hang."""
+    """Folder in the run folder in which each hang gets a subfolder."""
     starter: int
-    """The process that starts the monitor."""
+    """Id of the process that starts the monitor."""
     listens: int = -1
-    """The socket where monitors of other nodes connect, -1 for none."""
+    """Descriptor of the socket to which monitors of other nodes connect; -1: none."""
     hub: tuple[str, int] | None = None
-    """Where another monitor listens."""
+    """Host and port of the deciding monitor; None if this monitor decides or is the only one."""
     token: str = ""
-    """A word that monitors of a job know."""
+    """Secret that the monitors of a job share."""
 
 
 class _Rank:
-    """A rank of this node, as the looks so far show it."""
+    """A rank of this node, as seen in all looks at its journal so far."""
 
     def __init__(self, file: Path) -> None:
         self.reader = JournalReader(file)
@@ -82,7 +83,7 @@ class _Rank:
         self._seen: tuple[int, bytes] = (-1, b"")
 
     def look(self, seconds: float) -> None:
-        """Look again, so many seconds after the last time."""
+        """Read the journal. `seconds`: time since the previous look."""
         beats, rest = self.reader.look()
         self.beatless_s = self.beatless_s + seconds if beats == self._seen[0] else 0.0
         self.still_s = self.still_s + seconds if rest == self._seen[1] else 0.0
@@ -92,38 +93,38 @@ class _Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether it is leaving or gone."""
+        """Whether the rank is leaving or its process is gone."""
         return self.state.left or self.gone
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended without leaving: another may have its number by now."""
+        """Whether the process ended without leaving, even if a new process has its id now."""
         began = start_of(self.state.pid)
         return not self.state.left and (began is None or began != self.began)
 
     def view(self) -> RankView:
-        """Its state, and how it looks from outside."""
+        """Return the contents of the journal with the observed state of the process."""
         gone = self.gone
         stopped = not gone and is_stopped(self.state.pid)
         host = socket.gethostname()
         return RankView(self.state, self.still_s, self.beatless_s, stopped, host, gone)
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the rank's process a signal."""
         if not self.ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.state.pid, number)
 
 
 class Monitor:
-    """Looks after the ranks that have a journal in ``settings.folder``."""
+    """Watches the ranks that have a journal in the folder ``settings.folder``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._folder = Path(settings.folder)
         self._ranks: dict[int, _Rank] = {}
         self._alone_s = 0.0
-        """For how long all ranks have ended."""
+        """Seconds since all local ranks have ended."""
         self._hub = (
             MonitorServer(settings.listens, settings.token) if settings.listens >= 0 else None
         )
@@ -132,14 +133,14 @@ class Monitor:
         )
 
     def run(self) -> None:
-        """Look until the ranks have ended."""
+        """Watch the ranks until they have ended, or until a hang is found and handled."""
         last = time.monotonic()
         most = SUSPENDED_S + (self._spoke is not None) * SILENT_S  # the other may not answer
-        self._look(0.0)  # ranks may be gone already
+        self._look(0.0)  # some ranks may be gone already
         while self._is_needed():
             time.sleep(LOOK_S)
             now = time.monotonic()
-            # a monitor that was suspended itself has not seen the ranks stand still
+            # count little time if this monitor was suspended: it has not observed the ranks then
             self._look(min(now - last, most))
             last = now
             verdict = self._verdict()
@@ -147,12 +148,12 @@ class Monitor:
                 self._end(verdict)
                 break
         else:
-            if self._spoke is not None and self._spoke.is_heard:
-                self._spoke.exchange(self._own(), at_once=True)  # some may be gone
+            if self._spoke is not None and self._spoke.is_connected:
+                self._spoke.exchange(self._own(), at_once=True)  # tell of ranks that are gone
 
     def _is_needed(self) -> bool:
-        """Whether there are ranks, here or where others look who ask this monitor, or there may be
-        some soon."""
+        """Whether the monitor has to go on: local ranks run or can still come, or monitors of other
+        nodes report to this monitor or can still connect."""
         if self._hub is not None and self._hub.is_asked:
             return True
         if not self._ranks:
@@ -175,38 +176,38 @@ class Monitor:
             self._alone_s += seconds
 
     def _verdict(self) -> str | None:
-        """One line on a hang; None as long as there is none."""
+        """Return a line that describes a hang; None: no hang was found so far."""
         limit = self._settings.limit_s
         own = self._own()
-        if self._spoke is not None and self._spoke.is_heard:
+        if self._spoke is not None and self._spoke.is_connected:
             return self._spoke.exchange(own)
         other = self._hub or self._spoke
         views = {**own, **(other.views() if other is not None else {})}
         culprit = diagnose(views, limit)
         verdict = describe(culprit, views, limit) if culprit is not None else None
         if self._hub is not None:
-            self._hub.tell(verdict, own)
+            self._hub.set_answer(verdict, own)
         return verdict
 
     def _own(self) -> dict[int, RankView]:
-        """The ranks of this node that have not left."""
+        """Return the views of this node's ranks, without those that have left."""
         return {number: rank.view() for number, rank in self._ranks.items() if not rank.state.left}
 
     def _end(self, verdict: str) -> None:
-        """Have the ranks end, by a line that says why."""
+        """Make all ranks of the node end with the line `verdict`."""
         report = self._report()
         if report is not None:
             verdict += f"; stacks of all threads are in {report}"
-        told_of = json.dumps([verdict, None if report is None else str(report)])
-        (self._folder / f".{VERDICT}").write_text(told_of)
+        contents = json.dumps([verdict, None if report is None else str(report)])
+        (self._folder / f".{VERDICT}").write_text(contents)
         (self._folder / f".{VERDICT}").rename(self._folder / VERDICT)
         for rank in self._ranks.values():
-            rank.reader.tell()
+            rank.reader.announce_verdict()
         began = time.monotonic()
         if self._hub is not None:
             self._hub.await_all()
         if self._hub is not None or self._spoke is not None:
-            time.sleep(SAY_S)
+            time.sleep(VERDICT_S)
         while time.monotonic() < began + END_S and not all(
             rank.ended or rank.view().frozen for rank in self._ranks.values()
         ):
@@ -215,10 +216,11 @@ class Monitor:
             rank.send(signal.SIGKILL)
 
     def _report(self) -> Path | None:
-        """Write down what all ranks of the node do; returns the folder, None if none can be made.
+        """Write the journals and stacks of all ranks of the node into a new folder. Return the
+        folder; None if it cannot be made.
 
-        A rank that is stopped writes its stacks if it ever goes on. `noticed` is when the monitor
-        has found or heard that the job hangs, in seconds since 1970.
+        A suspended rank writes its stacks only if it ever continues. The field `noticed` is the
+        time at which the monitor found or heard of the hang, in seconds since 1970.
         """
         noticed = time.time()
         for rank in self._ranks.values():
@@ -227,7 +229,7 @@ class Monitor:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}"
         reports = Path(self._settings.reports)
         try:
-            # there may be that of another node that has this one's name
+            # another node with the same host name may have made the folder
             report = make_folder(reports.parent, f"{reports.name}/{name}")
             for number, rank in sorted(self._ranks.items()):
                 stacks = self._folder / f"{PREFIX}{number}.stacks"
@@ -244,7 +246,7 @@ class Monitor:
 
 
 def main() -> None:
-    """Run a monitor by the settings that come as JSON; none come from a rank that ends first."""
+    """Run a monitor with the JSON settings on stdin; do nothing if the starting rank sent none."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     text = sys.stdin.read()

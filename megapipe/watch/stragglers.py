@@ -1,13 +1,13 @@
-"""Ranks that take longer for their work than others do: stragglers.
+"""Stragglers: ranks that take longer for their own work than others do.
 
-A rank's *peers* are the ranks that hold the same stages: its tensor- and data-parallel ones, and
-its mirror image in a bidirectional pipeline, or the others of a replicated stage. Its score is its
-own time (:mod:`.own_time`) by the median of theirs, both by the operations that the schedule gives
-them.
+A rank's *peers* are the ranks that hold the same stages: tensor- and data-parallel ranks, the
+mirror image in a bidirectional pipeline, and other holders of a replicated stage. A rank's score is
+its compute time (:mod:`.compute_time`) divided by the median compute time of its peers. Times are
+first divided by the work of the operations that the schedule assigns to a rank.
 
-A rank without peers is compared with all others, by the FLOPs of their stages. Stages of as many
-FLOPs may well differ in time. So a score of up to :data:`UNEVEN` in the first windows is no sign
-of a slow rank, and later scores are divided by it.
+A rank without peers is compared with all other ranks. Stages of equal FLOPs can differ in time. So
+the rank's median score in the first timing windows, up to :data:`UNEVEN`, is attributed to its
+stage, and scores are divided by it.
 """
 
 from __future__ import annotations
@@ -20,65 +20,67 @@ from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 SLOW = 1.3
-"""The least score of a straggler..."""
+"""Smallest score of a straggler that has peers."""
 SLOW_ALONE = 1.5
-"""... of one without peers, which besides takes longer..."""
+"""Smallest score of a straggler that has no peers."""
 LEAST_S = 0.05
-"""... by so many seconds of a step: in small models threads and the system's turns weigh more than
-FLOPs..."""
+"""Smallest excess time of a straggler without peers, in seconds per step. In small models, threads
+and scheduling matter more than FLOPs."""
 FINE = 1.15
-"""... and of one that is still one..."""
+"""Score below which a rank is no longer a straggler."""
 WINDOWS = 2
-"""... all in at least so many successive windows..."""
+"""Smallest number of successive timing windows that must indicate the same change."""
 STEPS = 16
-"""... of so many steps together."""
+"""Smallest number of steps that these timing windows must cover together."""
 CHANGE = 1.5
-"""The factor between two scores of a straggler that are both worth a line."""
+"""Factor by which a straggler's score must change to be reported again."""
 UNEVEN = 1.5
-"""The largest score of a rank without peers that its stages may account for..."""
+"""Largest score of a rank without peers that the differences of stages may explain."""
 FIRST = 5
-"""... as the median of so many windows tells."""
+"""Number of first timing windows whose median score is attributed to differences of stages."""
 NOISE = 4.0
-"""By how many standard errors the time of a straggler is above that of others at least."""
+"""Number of standard errors by which a straggler's time must exceed the expected time."""
 _ERROR = 1.4826 * math.sqrt(math.pi / 2)
-"""Standard error of the median of n normal values, by their median absolute deviation / sqrt n."""
+"""Standard error of a median of n normal values, per (median absolute deviation / sqrt n)."""
 
 
 class TimingWindow(NamedTuple):
-    """The own time of a rank in the steps of a window."""
+    """Compute time of a rank in the steps of one timing window."""
 
     seconds: float
-    """The median."""
+    """Median compute time of a step, seconds."""
     spread: float
-    """The median absolute deviation from it."""
+    """Median absolute deviation of the compute time, seconds."""
     steps: int
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> TimingWindow:
-        """The window of steps that took this time."""
+        """Build the window from the compute time of each step."""
         middle = median(seconds)
         return cls(middle, median(abs(each - middle) for each in seconds), len(seconds))
 
 
 class Score(NamedTuple):
-    """How long a rank takes, by how long others take."""
+    """A rank's compute time relative to that of other ranks."""
 
     rank: int
     value: float
     own_s: float
-    """Its own time in a step..."""
+    """Compute time in a step, seconds."""
     expected_s: float
-    """... and what it would be at the others' pace."""
+    """Seconds that the step would take at the pace of the other ranks."""
     slow: bool
-    """Whether it is far above that, and not by chance."""
+    """Whether the rank is much slower than the others, by more than chance explains."""
     alone: bool
-    """Whether it has no peers."""
+    """Whether the rank has no peers."""
 
 
 class Scorer:
-    """Scores several ranks, which hold these `stages` and have so much `work`, in any unit.
+    """Scores ranks in timing windows. `stages`: by rank, the stages that the rank holds; ranks with
+    equal stages are peers. `work`: by rank, the work per step.
 
-    Work counts as half of the mean where it is less: an operation takes time for more than FLOPs.
+    Work may have any unit, such as FLOPs. It counts as at least half of the mean, because
+    operations also take time that does not depend on FLOPs.
     """
 
     def __init__(self, stages: Sequence[Hashable], work: Sequence[float]) -> None:
@@ -88,10 +90,10 @@ class Scorer:
         for rank, own in enumerate(stages):
             self._groups[own].append(rank)
         self._past: list[list[float]] = [[] for _ in work]
-        """Scores of ranks without peers in the first windows."""
+        """Scores in the first timing windows, by rank; only for ranks without peers."""
 
     def scores(self, windows: Sequence[TimingWindow]) -> list[Score]:
-        """The scores of a window of all ranks, by rank."""
+        """Return the score of each rank. `windows`: by rank, the times in one timing window."""
         paces = [window.seconds / work for window, work in zip(windows, self._work, strict=True)]
         spreads = [window.spread / work for window, work in zip(windows, self._work, strict=True)]
         found: list[Score] = []
@@ -119,7 +121,7 @@ class Scorer:
         return sorted(found)
 
     def _usual(self, rank: int, pace: float, ordered: Sequence[float]) -> float:
-        """The score of a rank without peers that its stages account for."""
+        """Return the score that a rank without peers is expected to have, as stages differ."""
         others = _median_of_others(ordered, pace)
         past = self._past[rank] or [pace / others if others else 1.0]
         return max(1.0, min(median(past), UNEVEN))
@@ -133,7 +135,7 @@ class Scorer:
 
 
 def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """The median of an ascending list without one value, which is among several."""
+    """Return the median of the values of an ascending list, without one value that equals `own`."""
     left, at = len(ordered) - 1, bisect_left(ordered, own)
 
     def other(index: int) -> float:
@@ -143,44 +145,44 @@ def _median_of_others(ordered: Sequence[float], own: float) -> float:
 
 
 What = Literal["slow", "still", "fine"]
-"""A rank has become a straggler, is one by another factor, or is none any more."""
+"""News of a rank: slow (new straggler), still (straggler with another score), fine (recovered)."""
 
 
 class Change(NamedTuple):
-    """News of a straggler."""
+    """A change of a rank's state as a straggler, to be reported."""
 
     what: What
-    """It holds..."""
+    """Kind of the change."""
     since: int
-    """... since this step."""
+    """First step of the present state: since when the rank is slow, or fine again."""
     score: Score
-    """That of the last window."""
+    """Score of the rank in the newest timing window."""
 
 
 class _Straggler(NamedTuple):
-    told: float
-    """The score that was told."""
+    reported: float
+    """Score that was reported last."""
     since: int
 
 
 class _Agreeing(NamedTuple):
-    """The last windows of a rank, which speak for the same change."""
+    """The newest consecutive timing windows of a rank that indicate the same change."""
 
     on: What
     since: int
-    """The first step of the first one."""
+    """First step of the first of these timing windows."""
     windows: int
 
 
 class Stragglers:
-    """The ranks that are stragglers now, which a window alone does not decide."""
+    """The ranks that are stragglers now. A single timing window does not change the list."""
 
     def __init__(self) -> None:
         self._named: dict[int, _Straggler] = {}
         self._agreeing: dict[int, _Agreeing] = {}
 
     def changes(self, first: int, steps: int, scores: Sequence[Score]) -> list[Change]:
-        """News from a window of so many `steps` that begins at step `first`."""
+        """Return the changes after a timing window of `steps` steps that begins at step `first`."""
         needed = max(WINDOWS, math.ceil(STEPS / steps))
         found = []
         for score in scores:
@@ -197,13 +199,13 @@ class Stragglers:
         return found
 
     def _wanted(self, score: Score) -> What | None:
-        """The change that a window speaks for."""
+        """Return the change that the score of a window indicates; None: no change."""
         named = self._named.get(score.rank)
         if named is None:
             return "slow" if score.slow else None
         if score.value < FINE:
             return "fine"
-        ratio = score.value / named.told
+        ratio = score.value / named.reported
         return "still" if score.slow and not 1 / CHANGE < ratio < CHANGE else None
 
     def _changed(self, what: What, since: int, score: Score) -> Change:

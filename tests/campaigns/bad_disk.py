@@ -19,7 +19,7 @@ from megapipe.train.callbacks import Run
 from tests.campaigns.rank import Fault
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
-"""Those of `os` that a save makes, beside opening and writing files."""
+"""Calls of `os` that a save makes, besides opening and writing files."""
 FULL = "full"
 """The disk is filled up before the operation, which is then carried out."""
 LASTING = ("ENOSPC", "EROFS")
@@ -27,7 +27,7 @@ LASTING = ("ENOSPC", "EROFS")
 FREES = ("unlink", "rmdir")
 """Operations that succeed on a full disk."""
 ALL = -1
-"""In the place of a rank: no operation fails, all are counted."""
+"""A value in place of a rank: no operation fails, and all are counted."""
 
 
 class BadDisk(Fault):
@@ -47,7 +47,7 @@ class BadDisk(Fault):
         self._fails = threading.Event()
 
     def arm(self, run: Run) -> None:
-        """The save comes later: :meth:`before_save`."""
+        """Do nothing yet: the save comes later, in :meth:`before_save`."""
 
     def before_save(self, run: Run, step: int) -> None:
         if self.rank not in (ALL, run.mesh.rank):
@@ -95,7 +95,8 @@ class BadDisk(Fault):
 
 
 def _path(what: Any, folder: int | None) -> str:
-    """The path of what a call of `os` is given: an open file, a name in an open folder, a path."""
+    """Return the path that a call of `os` is given: an open file, a name in an open folder, or a
+    path."""
     if isinstance(what, int):
         return os.readlink(f"/proc/self/fd/{what}")
     if folder is not None:

@@ -40,12 +40,12 @@ class Campaign(ABC, Generic[T]):
         self.folder = folder
 
     def trial(self, seed: int, number: int) -> T:
-        """The trial of that number."""
+        """Return the trial of this number."""
         return self.draw(number, random.Random(f"{self.name} {seed} {number}"))
 
     @abstractmethod
     def draw(self, number: int, rng: random.Random) -> T:
-        """A trial; `number` may decide its kind, and `rng` all else."""
+        """Draw a trial; `number` may decide its kind, and `rng` everything else."""
 
     @abstractmethod
     def run(self, trial: T, folder: Path) -> Record:
@@ -53,16 +53,17 @@ class Campaign(ABC, Generic[T]):
 
     @abstractmethod
     def figures(self, records: Sequence[Record]) -> list[Figure]:
-        """The report on trials that have passed, of which there is at least one."""
+        """Return the report on the trials that have passed; there is at least one."""
 
 
 def limit(what: str, value: float, most: float, unit: str = "") -> Figure:
-    """A figure that is to be at most so much."""
+    """Return a figure that is to be at most `most`."""
     return Figure(what, f"{value:.3g}{unit}", f"<= {most:g}{unit}", value <= most)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that `percent` of the values are not above; the largest where there are few."""
+    """Return the value that `percent` percent of the values do not exceed; of one value, that
+    value."""
     if len(values) < 2:
         return max(values)
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

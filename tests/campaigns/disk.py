@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 GIVEN = {"checkpoint.every": "4", "checkpoint.keep": "9"}
 STEP = 8
-"""Of the save that fails; there is one before, and one after."""
+"""Step of the save that fails; one save comes before it, and one after."""
 FAULTS = ("ENOSPC", "EIO", "EROFS", FULL)
 
 
@@ -51,7 +51,7 @@ class Disks(Campaign[Failure]):
         self._wholes = Wholes(folder / "shared")
         self._mounts = can_mount(folder)
         self._operations: dict[str, list[list[str]]] = {}
-        """Of the save, in each layout by each rank."""
+        """Operations of the save, by layout and rank."""
 
     @property
     def full(self) -> int:  # type: ignore[override]
@@ -62,7 +62,7 @@ class Disks(Campaign[Failure]):
         return FAULTS if self._mounts else FAULTS[:-1]
 
     def _places(self) -> list[tuple[str, int, int, str]]:
-        """Each operation of each rank in a save of each layout."""
+        """Return each operation of each rank in a save of each layout."""
         for layout in LAYOUTS if not self._operations else ():
             self._operations[layout] = self._count(layout)
         return [
@@ -109,7 +109,7 @@ class Disks(Campaign[Failure]):
         return {"fault": trial.fault, "operation": trial.operation, "harmless": is_harmless}
 
     def _start(self, folder: Path, trial: Failure, *, new: bool) -> Outcome:
-        """Run it to its end; with the fault if it is new."""
+        """Run the trial's job to its end; with the fault if the job is `new`."""
         fault = {"fault": "tests.campaigns.bad_disk:BadDisk", "rank": trial.rank, "step": STEP}
         fault |= {"at": trial.at, "error": trial.fault}
         environ = runs.plan(folder, **(fault if new else {}))
@@ -145,7 +145,7 @@ def can_mount(folder: Path) -> bool:
 
 @contextmanager
 def mounted(folder: Path) -> Iterator[None]:
-    """A disk of 8 MiB in memory at `folder`, which is made."""
+    """Make `folder`, and mount a disk of 8 MiB in memory there until the block ends."""
     folder.mkdir(parents=True)
     disk = ["mount", "-t", "tmpfs", "-o", "size=8m", "megapipe-campaign", str(folder)]
     subprocess.run(disk, check=True, capture_output=True)

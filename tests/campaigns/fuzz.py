@@ -92,7 +92,7 @@ class Fuzz(Campaign[Input]):
         cli.parse([str(folder / "c.yaml")])
 
     def _checkpoint(self, folder: Path) -> Path:
-        """A copy of a real checkpoint."""
+        """Copy a real checkpoint, and return the path of the copy."""
         run = self._wholes.of(SAVED_BY, **{"train.steps": "2"})
         return Path(shutil.copytree(runs.checkpoints(run) / "step-00000002", folder / "checkpoint"))
 
@@ -168,7 +168,7 @@ class Hangs(BaseException):
 
 @contextmanager
 def bounded(nbytes: int) -> Iterator[None]:
-    """A block in which this process gets no more than so much memory, and has to come to an end."""
+    """Limit this process to `nbytes` more memory and to HANGS_S seconds in the block."""
 
     def hangs(number: int, frame: FrameType | None) -> None:
         raise Hangs(f"it takes more than {HANGS_S} s")

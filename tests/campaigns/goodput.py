@@ -39,26 +39,27 @@ class Costs(NamedTuple):
     """Measurements of a run, in seconds."""
 
     wall: float
-    """From the end of the first step to that of the last one, and..."""
+    """Seconds from the end of the first step to that of the last one."""
     steps: int
-    """... the steps that were done in it for good."""
+    """Steps that were done for good in that time."""
     step: float
-    """From one step to the next, in the middle of all that no start comes between."""
+    """Median seconds from one step to the next, where no start comes between."""
     stall: float
-    """By which those from one save to the next take longer, all together: for the save, for the
-    removal of an older one, and where the machine has been slow."""
+    """Seconds by which the steps from one save to the next take longer, all together: for the save,
+    for the removal of an older one, and where the machine has been slow."""
     restart: float
-    """From a kill until a step begins, where no other kill came before that; NaN: of none."""
+    """Seconds from a kill until a step begins, if no other kill came before that; NaN: there is
+    none."""
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which steps were done for good."""
+        """Share of the time in which steps were done for good."""
         return self.steps * self.step / self.wall
 
 
 def measure(records: Sequence[Record], kills: Sequence[float], every: int) -> Costs:
-    """Costs by the lines of the log of a run that saves after `every` so many steps, and by the
-    times of the kills."""
+    """Measure costs from the log of a run that saves after `every` steps, and from the times of the
+    kills."""
     steps: list[Record] = []
     gaps, restarts = [], []
     starts = False
@@ -85,7 +86,7 @@ def measure(records: Sequence[Record], kills: Sequence[float], every: int) -> Co
 
 
 def expected(costs: Costs, between_kills: float, interval: float) -> float:
-    """Daly's goodput with so many seconds of training between two saves."""
+    """Return Daly's goodput with `interval` seconds of training between two saves."""
     failures = math.expm1((interval + costs.stall) / between_kills)
     return interval / (between_kills * math.exp(costs.restart / between_kills) * failures)
 
@@ -173,8 +174,9 @@ class Goodput(Campaign[Storm]):
 
 
 def waits(mean_s: float, count: int, rng: random.Random) -> list[float]:
-    """Exponential times of exactly this mean, in random order: one from each of so many equally
-    likely parts of the distribution. The mean of 20 that are drawn freely is off by a fifth."""
+    """Return exponential times of exactly this mean, in random order: one from each of `count`
+    equally likely parts of the distribution. The mean of 20 freely drawn times is off by a
+    fifth."""
     times = [-math.log(1 - (i + 0.5) / count) for i in range(count)]
     rng.shuffle(times)
     return [mean_s * count * each / math.fsum(times) for each in times]

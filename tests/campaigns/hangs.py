@@ -12,7 +12,8 @@ from tests.parity.hanging import TIMEOUT_S, Fault, run_hanging
 
 KINDS = ("stop", "spin", "lock", "lose")
 HOOKS = ("", "", "", "before_step", "after_step", "after_validation", "before_save")
-"""In a program as a rule; a message is lost in one always."""
+"""Hooks in which a rank hangs; "": at an action of its program, as it always is for a lost
+message."""
 LONGEST_ACTION = 1 << 16
 LAYOUTS = {
     "pp 2 x tp 2": {"parallel.pp": "2", "parallel.tp": "2"},

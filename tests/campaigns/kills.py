@@ -21,7 +21,7 @@ from tests.parity.jobs import Job
 
 LONGEST_DELAY_S = 0.05
 FOUR_RANKS_S = 10.0
-"""The 95th percentile from a kill to the first step after it, at 4 ranks."""
+"""The 95th percentile of seconds from a kill to the first step after it, at 4 ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Kill:
     rank: int
     step: int
     phase: str | None
-    """None: after `delay` seconds of the step."""
+    """Phase of a save; None: the kill comes after `delay` seconds of the step."""
     when: str = "before"
     call: int = 1
     delay: float = 0.0
@@ -65,7 +65,7 @@ class Kills(Campaign[Kill]):
         if number % 2:
             delay = rng.uniform(0, LONGEST_DELAY_S)
             return Kill(layout, rng.randrange(ranks), rng.randint(5, 10), None, delay=delay)
-        behind = "checkpoint.background" in given
+        behind = "checkpoint.async_save" in given
         names = [name for name, phase in PHASES.items() if behind or not phase.background]
         phase = PHASES[name := rng.choice(names)]
         rank = 0 if phase.lead else rng.randrange(ranks)
@@ -87,7 +87,7 @@ class Kills(Campaign[Kill]):
             runs.assert_checkpoints(folder)
             outcome = job.end()
         assert outcome.codes == [0], outcome.text
-        assert outcome.text.count("starting again") == 1, outcome.text
+        assert outcome.text.count("restarting") == 1, outcome.text
         runs.assert_checkpoints(folder)
         runs.assert_same_end(folder, whole)
         return {"ranks": ranks, "in a save": trial.phase is not None, **cost(folder, struck)}
@@ -120,7 +120,8 @@ class Kills(Campaign[Kill]):
 
 
 def cost(folder: Path, struck: Record) -> dict[str, Any]:
-    """Steps that were done again, and the seconds to the end of the first step after the kill."""
+    """Return the steps that were done again, and the seconds to the end of the first step after the
+    kill."""
     notes = [note["text"] for note in runs.records(folder, "note")]
     behind = any("of which training waited" in text for text in notes)
     again = runs.resumed(folder, struck["time"])

@@ -21,8 +21,8 @@ WORDS = (
 
 
 def mutate_bytes(data: bytes, rng: random.Random, *, same_length: bool = False) -> bytes:
-    """One to eight changes: bits and whole numbers; unless it is to have the `same_length` also
-    parts that are cut, doubled or random, and an early end."""
+    """Make one to eight changes of bits and whole numbers. Unless it is to have the `same_length`,
+    parts are also cut, doubled or made random, and the end comes early."""
     found = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(found) + 1)
@@ -46,7 +46,7 @@ def mutate_bytes(data: bytes, rng: random.Random, *, same_length: bool = False) 
 
 
 def mutate_text(text: str, rng: random.Random) -> str:
-    """One to six lines of a document are gone, doubled, moved, or have another word in them."""
+    """Remove, double or move one to six lines of a document, or put another word in them."""
     lines = text.splitlines(keepends=True)
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(lines) + 1)
@@ -68,7 +68,7 @@ def mutate_text(text: str, rng: random.Random) -> str:
 
 
 def mutate_json(document: Any, rng: random.Random) -> Any:
-    """The document with one to four places changed, added or gone. It is changed itself."""
+    """Change, add or remove values at one to four places of a document, in place, and return it."""
     for _ in range(rng.randint(1, 4)):
         places = list(_places(document))
         if not places:
@@ -88,7 +88,7 @@ def mutate_json(document: Any, rng: random.Random) -> Any:
 
 
 def _places(document: Any) -> Any:
-    """Each container in a document with each of its keys."""
+    """Yield each container in a document with each of its keys."""
     if isinstance(document, dict | list):
         keys = list(document) if isinstance(document, dict) else range(len(document))
         for key in keys:

@@ -82,7 +82,7 @@ class NotFinite(Campaign[Injection]):
         if "is skipped" in told:
             return {"end": "the step skipped"}
         runs.assert_same_end(folder, self._wholes.of(LAYOUTS[trial.layout]))
-        if "computed again" in told:
+        if "replayed" in told:
             return {"end": "the step computed again, the end bitwise that of a whole run"}
         return {"end": "overwritten before it was used, the end bitwise that of a whole run"}
 

@@ -16,7 +16,7 @@ from tests.campaigns.rank import Fault
 
 WRITER, SHARD = "megapipe.checkpoint.writer", "megapipe.checkpoint.shard"
 LOCAL = "megapipe.checkpoint.local"
-BACKGROUND, SAVING = "megapipe.checkpoint.background", "megapipe.train.callbacks.saving"
+BACKGROUND, SAVING = "megapipe.checkpoint.async_save", "megapipe.train.callbacks.checkpointing"
 
 
 class Phase(NamedTuple):
@@ -24,13 +24,13 @@ class Phase(NamedTuple):
 
     functions: tuple[str, ...]
     lead: bool = False
-    """Rank 0 alone calls it."""
+    """Whether rank 0 alone calls it."""
     background: bool = False
-    """It is called in background saves alone."""
+    """Whether background saves alone call it."""
     calls: int = 1
-    """Calls that each rank makes in a save..."""
+    """Calls that each rank makes in a save."""
     calls_of_first: int = 1
-    """... and rank 0."""
+    """Calls that rank 0 makes in a save."""
 
 
 PHASES = {

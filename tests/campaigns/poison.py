@@ -18,7 +18,7 @@ KINDS = ("weight", "master", "gradient", "sum", "activation", "state")
 """A weight as the model computes with it; its master copy; a gradient of one replica; the sum of
 them; the output of a module; a state of the optimizer."""
 OUTPUTS = 16
-"""Of modules, which each rank has in a step at least."""
+"""Number of module outputs that each rank has in a step, at least."""
 
 
 class Poison(Fault):

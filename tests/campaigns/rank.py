@@ -30,7 +30,7 @@ class Fault(Callback):
     def __init__(self, folder: Path, rank: int, step: int) -> None:
         self.folder, self.rank, self.step = folder, rank, step
         self.done = 0
-        """Steps that are done."""
+        """Steps that have been done."""
 
     def begin(self, run: Run) -> None:
         self.done = run.first_step
@@ -60,7 +60,7 @@ class Fault(Callback):
 
 
 def planned(folder: Path) -> list[Callback]:
-    """The fault of the plan in `folder`."""
+    """Return the fault that is planned in `folder`, if any."""
     plan = json.loads((folder / "plan.json").read_text())
     if not plan:
         return []

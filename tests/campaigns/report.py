@@ -28,6 +28,6 @@ def replace_figures(path: Path, found: Mapping[str, Sequence[Figure]]) -> None:
 
 
 def row_of(name: str, figure: Figure) -> str:
-    """A figure as a row; one that misses its target says so."""
+    """Return the table row of a figure; one that misses its target says so."""
     missed = "" if figure.met else " (missed)"
     return f"| {name} | {figure.what} | {figure.value}{missed} | {figure.target} |"

@@ -40,11 +40,11 @@ CAMPAIGNS: dict[str, type[Campaign[Any]]] = {
     for kind in (Kills, Hangs, Damages, Preemptions, Disks, NotFinite, Resumes, Fuzz, Goodput)
 }
 QUIET_S = 5.0
-"""Time between two lines of progress, where trials take less."""
+"""Seconds between two lines of progress, if trials take less."""
 
 
 def run(campaign: Campaign[Any], seed: int, numbers: range) -> tuple[list[Record], int]:
-    """Run trials; returns the records of those that pass, and how many fail."""
+    """Run trials; return the records of those that pass, and how many fail."""
     records: list[Record] = []
     failed, began, told = 0, time.monotonic(), 0.0
     for count, number in enumerate(numbers, 1):

@@ -11,7 +11,7 @@ from megapipe.checkpoint import Checkpoint
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import STAGING_PREFIX
 from megapipe.errors import CheckpointError
-from megapipe.observe.samples import check, read_samples
+from megapipe.observe.sample_log import check, read_samples
 from tests.campaigns.rank import PLAN
 from tests.parity.jobs import Job, Outcome, arguments, tiny
 from tests.parity.launch_with import launched_with
@@ -24,13 +24,13 @@ LIMIT_S = 900.0
 
 
 class Layout(NamedTuple):
-    """Processes, and the settings by which they share the work."""
+    """A number of processes, and the settings by which they share the work."""
 
     ranks: int
     settings: Mapping[str, str]
 
 
-BEHIND = {"checkpoint.background": "true"}
+BEHIND = {"checkpoint.async_save": "true"}
 LAYOUTS = {
     "dp2 tp2 pp2": Layout(8, {"parallel.dp": "2", "parallel.tp": "2", "parallel.pp": "2"}),
     "pp4 interleaved": Layout(4, {"parallel.pp": "4", "pipeline.chunks": "2", "model.layers": "8",
@@ -41,10 +41,11 @@ LAYOUTS = {
         6, {"parallel.dp": "3", "parallel.tp": "2", "parallel.sequence_parallel": "true",
             "train.global_batch": "12", **BEHIND}),
     "pp4 stash": Layout(
-        4, {"parallel.pp": "4", "pipeline.weights": "stash", "optimizer.clip_scope": "stage",
-            "model.tied_embeddings": "false"}),
+        4, {"parallel.pp": "4", "pipeline.weight_versions": "stash",
+            "optimizer.clip_scope": "stage", "model.tied_embeddings": "false"}),
     "dp2 pp2 double_buffer, in the background": Layout(
-        4, {"parallel.dp": "2", "parallel.pp": "2", "pipeline.weights": "double_buffer", **BEHIND}),
+        4, {"parallel.dp": "2", "parallel.pp": "2", "pipeline.weight_versions": "double_buffer",
+            **BEHIND}),
 }  # fmt: skip
 STEPS, EVERY = 12, 2
 SETTINGS = {
@@ -54,14 +55,14 @@ SETTINGS = {
     "train.steps": str(STEPS),
     "checkpoint.every": str(EVERY),
     "checkpoint.keep": "2",
-    "optimizer.clip": "0.5",
+    "optimizer.max_grad_norm": "0.5",
     "parallel.timeout_s": "120",
-    "log.samples": "true",
+    "log.sample_ids": "true",
 }
 
 
 def settings(shared: Path, folder: Path, given: Mapping[str, str]) -> list[str]:
-    """Arguments of a run in `folder` on a corpus in `shared`, which is made."""
+    """Return the arguments of a run in `folder` on a corpus in `shared`, which is made."""
     shared.mkdir(parents=True, exist_ok=True)
     return arguments({**tiny(shared), **SETTINGS, "run.folder": str(folder / "runs"), **given})
 
@@ -75,7 +76,7 @@ def plan(folder: Path, fault: str = "", **given: Any) -> dict[str, str]:
 
 
 def struck(folder: Path) -> dict[str, Any] | None:
-    """What the fault that was planned in `folder` has noted; None if it has not struck."""
+    """Return what the fault that was planned in `folder` has noted; None if it has not struck."""
     path = folder / "struck.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -84,7 +85,7 @@ def launched(
     job: Job, ranks: int, environ: Mapping[str, str], *args: str, restarts: int = 3
 ) -> None:
     """Start ranks of a run by a launcher that starts them again."""
-    launch = launched_with(FAULT, "--nproc", str(ranks), "--restarts", str(restarts))
+    launch = launched_with(FAULT, "--nproc", str(ranks), "--max-restarts", str(restarts))
     job.start([*launch, "train.py", *args], environ)
 
 
@@ -102,7 +103,7 @@ class Wholes:
         self._made: dict[str, Path] = {}
 
     def of(self, layout: Layout, **given: str) -> Path:
-        """The folder of that of a layout, with `given` settings in its place."""
+        """Return the folder of the run of a layout, with its settings replaced by those `given`."""
         name = json.dumps([layout, given], sort_keys=True)
         if name not in self._made:
             folder = self.shared / f"whole-{len(self._made)}"
@@ -115,7 +116,7 @@ class Wholes:
 
 
 def checkpoints(folder: Path) -> Path:
-    """The folder of the checkpoints of the run in a trial's."""
+    """Return the checkpoint folder of the run in a trial's folder."""
     return folder / "runs/run/checkpoints"
 
 
@@ -127,19 +128,21 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Lines of the run's log, of a kind."""
+    """Return the lines of one kind in the run's log."""
     return [record for record in lines(folder) if record["kind"] == kind]
 
 
 def steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """The last line of each step, without what a clock or the memory in use decides."""
+    """Return the last line of each step, without what depends on a clock or on the memory in
+    use."""
     kept = ("step", "loss", "lr", "grad_norm", "tokens", "samples")
     found = records(folder, "step")
     return {record["step"]: {name: record[name] for name in kept} for record in found}
 
 
 def resumed(folder: Path, after: float = 0.0) -> tuple[int, float] | None:
-    """The step at which the first start after a time has gone on, and the time; None: none has."""
+    """Return the step from which the first start later than `after` resumed, and its time; None if
+    none has."""
     for note in records(folder, "note"):
         if note["time"] > after and note["text"].startswith("resumed from"):
             return int(note["text"].partition(" at step ")[2].split()[0]), note["time"]
@@ -147,8 +150,8 @@ def resumed(folder: Path, after: float = 0.0) -> tuple[int, float] | None:
 
 
 def assert_checkpoints(folder: Path) -> list[int]:
-    """Each checkpoint that a reader would take is as it was written, with finite numbers, and there
-    is one; returns their steps. A job may be removing old ones meanwhile."""
+    """Check that each checkpoint that a reader would take is as it was written, with finite
+    numbers, and that there is one. Return their steps. A job may be removing old ones meanwhile."""
     sound = []
     for key in committed(checkpoints(folder)):
         path = checkpoints(folder) / key.name
@@ -163,7 +166,7 @@ def assert_checkpoints(folder: Path) -> list[int]:
 
 
 def assert_same_end(folder: Path, whole: Path) -> None:
-    """Losses, norms, samples and the checkpoints that are left are those of a whole run."""
+    """Check that losses, norms, samples and remaining checkpoints are those of a whole run."""
     assert steps(folder) == steps(whole)
     own, others = (read_samples(place / "runs/run") for place in (folder, whole))
     check(own)

@@ -105,7 +105,7 @@ def test_a_live_optimizer_is_asked_to_load_damage_of_each_kind() -> None:
 
 
 def documented() -> dict[str, tuple[int, str]]:
-    """The trials of each campaign, and what is done in them, in the document for users."""
+    """Return each campaign's number of trials and its description on the page for users."""
     page = (Path(__file__).parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
     table = page.partition("| campaign | trials | what is done")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (.+) \|$", table, re.MULTILINE)
@@ -113,7 +113,7 @@ def documented() -> dict[str, tuple[int, str]]:
 
 
 def test_the_document_has_the_trials_of_each_campaign() -> None:
-    """Those of `disk` follow from a save: test_disks_that_fail."""
+    """The trials of `disk` follow from a save, and are counted in test_disks_that_fail."""
     told = documented()
     assert told.keys() == run.CAMPAIGNS.keys()
     for name, kind in run.CAMPAIGNS.items():
@@ -221,14 +221,14 @@ def test_the_model_of_goodput_is_what_a_simulation_gives() -> None:
 
 @pytest.mark.full
 def test_sets_of_files_that_are_edited(tmp_path: Path) -> None:
-    """A live optimizer stays as it was."""
+    """The live optimizer stays as it was."""
     edits = range(0, 3 * damage.PERIOD, damage.PERIOD)
     assert all(record["live"] for record in play(Damages(tmp_path), edits))
 
 
 @pytest.mark.full
 def test_a_rank_that_is_killed_inside_a_save(tmp_path: Path) -> None:
-    """In the background, at four ranks."""
+    """Saves are in the background, at four ranks."""
     (record,) = play(Kills(tmp_path), [4])
     assert record["in a save"]
 
@@ -245,7 +245,8 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_with_a_kill_at_any_time(tmp_path: Path) -> None:
-    """One, so soon that the model has nothing to say about it: the run goes on after it."""
+    """One kill comes so soon that the model has nothing to say about it, and the run goes on after
+    it."""
     layout = Layout(2, {"parallel.pp": "2"})
     (record,) = play(Goodput(tmp_path, layout=layout, mean_s=1.0, kills=1), [0])
     assert record["kills"] == 1
@@ -260,7 +261,7 @@ def test_a_job_that_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_disks_that_fail(tmp_path: Path) -> None:
-    """At each operation of a save by each rank with each fault, as the document counts them."""
+    """Each operation of a save fails on each rank with each fault, as the document counts them."""
     campaign = Disks(tmp_path)
     play(campaign, [0])
     assert documented()["disk"][0] == len(campaign._places()) * len(FAULTS)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: namespaces of their own, of which nothing is left when they end."""
+"""Hosts on one machine: each has its own namespaces, and leaves nothing behind when it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Host:
         self.init = next(pid for pid in _line(self._process.pid) if _is_init(pid))
 
     def entered(self) -> list[str]:
-        """The words before a command that is to run on this host."""
+        """Return the words to put before a command that is to run on this host."""
         return ["nsenter", "--target", str(self.init), *OWN]
 
     def run(
@@ -64,11 +64,11 @@ class Host:
 
     @property
     def cable(self) -> str:
-        """Its link, as it is named on the host that has the bridge."""
+        """Name of the host's link on the host that has the bridge."""
         return f"to{self.init}"
 
     def cover(self, path: str, own: Path) -> None:
-        """Have this host, and those within it, see a file or folder in the place of another."""
+        """Mount a file or folder in the place of another for this host and those within it."""
         self.run("mount", "--bind", str(own), path)
 
     def make_network(self, address: str) -> None:
@@ -91,7 +91,7 @@ class Host:
         subprocess.run([*enter, "ip", *words], check=True)
 
     def pids(self, name: str) -> Iterator[int]:
-        """Processes of this host that have this name."""
+        """Yield the processes of this host that have this name."""
         for path in Path("/proc").glob("[0-9]*/comm"):
             pid = int(path.parent.name)
             with contextlib.suppress(OSError):
@@ -113,12 +113,12 @@ class Host:
 
 
 def namespace(pid: int) -> str:
-    """The namespace of process numbers that a process is in."""
+    """Return the PID namespace of a process."""
     return os.readlink(f"/proc/{pid}/ns/pid")
 
 
 def _line(pid: int) -> Iterator[int]:
-    """A process, its child, that one's child, and so on."""
+    """Yield a process, its child, that one's child, and so on."""
     while True:
         yield pid
         pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

@@ -21,16 +21,16 @@ CONTROL = "control"
 NODES = [f"n{i}" for i in range(1, 7)]
 """A job takes whole nodes, so that three jobs of two nodes run at a time."""
 ADDRESSES = {CONTROL: "10.77.0.1"} | {name: f"10.77.0.{i}" for i, name in enumerate(NODES, 11)}
-"""In a network that ends at these hosts."""
+"""Addresses in a network that ends at these hosts."""
 LOST_S = 20
-"""How long a node is silent until it is lost."""
+"""Seconds after which a silent node is lost."""
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 """States in which a job stays."""
 GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
-"""A file for each GPU, which nobody opens."""
+"""Files that stand for GPUs; nobody opens them."""
 LOOK_S = 0.3
 LIMIT_S = 180.0
-"""What takes longer hangs."""
+"""Seconds that a wait may take: what takes longer hangs."""
 SLURM_CONF = f"""
 ClusterName=test
 SlurmctldHost={CONTROL}({ADDRESSES[CONTROL]})
@@ -60,11 +60,12 @@ PartitionName=patient Default=YES PriorityTier=1 GraceTime=60
 PartitionName=hasty PriorityTier=1 GraceTime=0
 PartitionName=urgent PriorityTier=9 PreemptMode=OFF
 """
-"""A job of `urgent` ends one of `patient`, which has a minute to save, or of `hasty`, at once."""
+"""Partitions: a job of `urgent` ends one of `patient`, which has a minute to save, or of `hasty`,
+at once."""
 
 
 def why_not() -> str | None:
-    """Why there can be no cluster on this machine; None: there can be one."""
+    """Return why there can be no cluster on this machine; None if there can be one."""
     if os.geteuid() != 0:
         return "a cluster needs root"
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
@@ -126,7 +127,7 @@ class Cluster:
 
     @property
     def log(self) -> str:
-        """What the controller has noted."""
+        """Log of the controller."""
         return (self.folder / "slurmctld.log").read_text()
 
     def submit(self, folder: Path, *words: str) -> SlurmJob:
@@ -147,45 +148,45 @@ class SlurmJob:
     cluster: Cluster
     number: str
     folder: Path
-    """From which it was submitted."""
+    """Folder from which the job was submitted."""
     name: str = "run"
-    """That of its run."""
+    """Name of the job's run."""
 
     @property
     def run(self) -> Path:
-        """The folder of its run."""
+        """Folder of the job's run."""
         return self.folder / "runs" / self.name
 
     def told(self, *keys: str) -> tuple[str, ...]:
-        """What SLURM says of the job."""
+        """Return the values of `keys` in SLURM's description of the job."""
         text = self.cluster.control.run("scontrol", "--oneliner", "show", "job", self.number)
         pairs = dict(word.split("=", 1) for word in text.split() if "=" in word)
         return tuple(pairs[key] for key in keys)
 
     @property
     def end(self) -> tuple[str, ...]:
-        """Its state, its exit code with the signal that ended it, how often it was restarted."""
+        """Job state, exit code with the signal that ended the job, and number of restarts."""
         return self.told("JobState", "ExitCode", "Restarts")
 
     @property
     def nodes(self) -> list[Host]:
-        """The nodes that it has, the one of its script first."""
+        """Nodes of the job, the one of its script first."""
         words = ("scontrol", "show", "hostnames", *self.told("NodeList"))
         return [self.cluster.nodes[name] for name in self.cluster.control.run(*words).split()]
 
     @property
     def log(self) -> str:
-        """All that the job has written."""
+        """Everything that the job has written."""
         (number,) = self.told("JobId")
         path = self.folder / f"megapipe-{number}.log"
         return path.read_text() if path.exists() else ""
 
     def await_end(self, restarts: int = 0) -> None:
-        """Wait until it has ended, or was restarted more often than that."""
+        """Wait until the job has ended, or was restarted more often than `restarts`."""
         self._await(lambda state, _, count: state in ENDS or int(count) > restarts)
 
     def await_requeue(self, restarts: int) -> None:
-        """Wait until it has ended, or waits in the queue after so many restarts."""
+        """Wait until the job has ended, or waits in the queue after `restarts` restarts."""
         queued = ("PENDING", str(restarts))
         self._await(lambda state, _, count: state in ENDS or (state, count) == queued)
 
@@ -194,7 +195,7 @@ class SlurmJob:
         self._await(lambda *_: all((self.folder / name).exists() for name in names))
 
     def cancel(self, *options: str) -> None:
-        """Cancel it, or with ``--signal`` send it a signal."""
+        """Cancel the job, or with ``--signal`` send it a signal."""
         self.cluster.control.run("scancel", *options, self.number)
 
     def release(self) -> None:
@@ -202,7 +203,7 @@ class SlurmJob:
         self.cluster.control.run("scontrol", "release", self.number)
 
     def suspend(self, seconds: float) -> None:
-        """Stop all its processes for so long."""
+        """Stop all processes of the job for some seconds."""
         self.cluster.control.run("scontrol", "suspend", self.number)
         self._await(lambda state, *_: state in ("SUSPENDED", *ENDS))
         time.sleep(seconds)
@@ -217,7 +218,7 @@ class SlurmJob:
         self.cluster.control.run(*update)
 
     def _await(self, holds: Callable[[str, str, str], bool]) -> None:
-        """Wait until something holds for its `end`."""
+        """Wait until something holds for the job's `end`."""
         await_that(lambda: holds(*self.end), lambda: f"{self.end}\n{self.log}\n{self.cluster.log}")
 
 

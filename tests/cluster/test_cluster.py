@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 def machine() -> list[object]:
-    """What a cluster could change, of which no other test changes anything meanwhile."""
+    """Return what a cluster could change on the machine; no other test changes it meanwhile."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     links = os.listdir("/sys/class/net")
     return [
@@ -43,7 +43,7 @@ def machine() -> list[object]:
 
 
 def processes(namespaces: set[str]) -> Iterator[int]:
-    """All processes that are in these namespaces of process numbers."""
+    """Yield all processes in these PID namespaces."""
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if namespace(int(path.name)) in namespaces:

@@ -14,9 +14,9 @@ import pytest
 from tests.cluster import held
 from tests.cluster.slurm import SCRIPT, Cluster, SlurmJob
 from tests.parity.jobs import ROOT, arguments, tiny
-from tests.parity.marks import in_parts
 from tests.parity.stand_ins import write_interpreter
 from tests.parity.stopped_runs import assert_same_files
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 STEPS, EVERY = 9, 3
@@ -37,7 +37,7 @@ Submit = Callable[..., SlurmJob]
 
 
 def project(folder: Path, *, hold: bool = False) -> Path:
-    """A folder from which jobs can be submitted."""
+    """Make a folder from which jobs can be submitted."""
     folder.mkdir(exist_ok=True)
     write_interpreter(folder)
     (folder / "train.py").symlink_to(ROOT / "train.py")
@@ -48,7 +48,7 @@ def project(folder: Path, *, hold: bool = False) -> Path:
 
 
 def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ()) -> SlurmJob:
-    """A job of the run in the folder, where later words win over the settings of all."""
+    """Submit a job of the run in the folder; later words override the settings of all jobs."""
     given = arguments({**tiny(folder), **SETTINGS})
     return cluster.submit(folder, "--gpus-per-node=2", *options, SCRIPT, *given, *words)
 
@@ -67,20 +67,20 @@ def start(cluster: Cluster, tmp_path: Path) -> Submit:
 
 @pytest.fixture(scope="module")
 def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> SlurmJob:
-    """A job that is left alone."""
+    """Return a job that has run to its end without a disturbance."""
     job = submit(cluster, project(tmp_path_factory.mktemp("whole")))
     job.await_end()
     return job
 
 
 def steps(job: SlurmJob) -> list[tuple[int, float, float]]:
-    """Each step that the job's run has logged, with loss and gradient norm."""
+    """Return each step that the job's run has logged, with its loss and gradient norm."""
     records = map(json.loads, (job.run / "log.jsonl").read_text().splitlines())
     return [(x["step"], x["loss"], x["grad_norm"]) for x in records if "grad_norm" in x]
 
 
 def saved(job: SlurmJob) -> list[int]:
-    """The steps of the job's checkpoints."""
+    """Return the steps of the job's checkpoints."""
     found = (job.run / "checkpoints").glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in found)
 
@@ -147,7 +147,7 @@ def test_an_array(cluster: Cluster, tmp_path: Path, whole: SlurmJob) -> None:
 
 @in_parts("options", [["--batch"], [], ["--full"]], full=[[]], ids=str)
 def test_a_notice(options: list[str], start: Submit, whole: SlurmJob) -> None:
-    """To the script, as of a time limit, to the launchers, or to all processes."""
+    """The signal goes to the script, as of a time limit, to the launchers, or to all processes."""
     job = start()
     job.cancel("--signal=USR1", *options)
     assert_goes_on(job, whole)
@@ -171,7 +171,8 @@ def test_a_preemption(partition: str, cluster: Cluster, start: Submit, whole: Sl
 
 @pytest.mark.slow
 def test_a_suspended_job(cluster: Cluster, tmp_path: Path, whole: SlurmJob) -> None:
-    """For longer than all time-outs, with ranks that wait for the one that is held."""
+    """The suspension is longer than all time-outs, with ranks that wait for the one that is
+    held."""
     job = submit(cluster, project(tmp_path, hold=True), f"parallel.timeout_s={TIMEOUT_S}")
     job.await_files(*HELD)
     job.suspend(3 * TIMEOUT_S)
@@ -194,7 +195,7 @@ def test_a_killed_rank(start: Submit, whole: SlurmJob) -> None:
         os.kill(pid, signal.SIGKILL)
     (job.folder / "hold").unlink()
     assert_ends_as(job, whole, restarts=0)
-    assert job.log.count("starting again after step") == 1
+    assert job.log.count("restarting after step") == 1
 
 
 @in_parts("which", [0, 1], full=[1], ids=["of the script", "of a launcher"])

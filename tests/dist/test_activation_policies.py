@@ -10,8 +10,8 @@ import pytest
 
 from megapipe.testing import run_world
 from tests.parity.checking import assert_same_bits
-from tests.parity.marks import one_of
 from tests.parity.ranks import OF_ALL_MODELS, Case, check_case, run_cases
+from tests.parity.tiers import one_of
 
 pytestmark = pytest.mark.full
 
@@ -20,7 +20,7 @@ POLICIES = [name for name in OF_ALL_MODELS if name != "keep"]
 
 
 def cases(world: int, schedules: Sequence[tuple[str, int]] = SCHEDULES) -> list[Case]:
-    """Every policy on every schedule, the variants in turn."""
+    """Return every policy on every schedule; the variants take turns."""
     made = []
     for i, ((schedule, chunks), name) in enumerate(itertools.product(schedules, POLICIES)):
         made.append(
@@ -64,7 +64,7 @@ def test_over_a_wire(some: slice) -> None:
 
 @one_of(6)
 def test_dropout_is_the_same_bitwise(some: slice) -> None:
-    """Norms that have one gradient for their input are run again to the same bits."""
+    """Norms that have one gradient for their input are recomputed to the same bits."""
     given = [
         replace(case, model="gpt2", dropout=0.2)
         for case in cases(2, SCHEDULES[::3])

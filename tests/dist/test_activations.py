@@ -32,12 +32,12 @@ from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.proof.validate import validate
 from megapipe.testing import World, run_world
 from tests.parity import registry_cases
-from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure
+from tests.parity.tiers import in_parts
 
 Key = tuple[int, int, int]  # stage, micro-batch, slice
 SETTLE_S = 0.02
-"""gloo's thread lets go of a collective's tensors a moment after the collective is done."""
+"""Seconds to wait: gloo's thread frees a collective's tensors a moment after it is done."""
 
 
 class Ledger:
@@ -78,7 +78,8 @@ def key_of(op: Op | Action) -> Key:
 
 @contextmanager
 def measured(step: TrainStep, schedule: Schedule, after_op: Any) -> Iterator[Ledger]:
-    """Have `step` run `schedule` under a ledger; `after_op(ledger, rank, action)`."""
+    """Have `step` run `schedule` under a ledger; call `after_op(ledger, rank, action)` after each
+    operation."""
     ledger = Ledger(step)
     is_local = step.mesh.world == 1
     build, put, bind = Stage._build, WeightGradQueue.put, Executor._bind
@@ -133,7 +134,8 @@ def make_step(world: World, case: Case) -> TrainStep:
 
 
 def lone(like: Schedule) -> Schedule:
-    """One micro-batch on the same placement: all that a stage does, split, one op at a time."""
+    """Make a schedule of one micro-batch on the same placement: all that a stage does, split, one
+    operation at a time."""
     stages, slices = like.placement.stages, range(like.slices)
     lists: list[list[int]] = [[] for _ in range(like.placement.ranks)]
     home = like.placement.table[0]
@@ -147,7 +149,8 @@ def lone(like: Schedule) -> Schedule:
 
 
 def bytes_after(step: TrainStep, case: Case) -> dict[tuple[int, Kind, int], int]:
-    """Live bytes of one lone whole micro-batch after each op of each (stage, slice)."""
+    """Return the live bytes of one lone whole micro-batch after each operation of each (stage,
+    slice)."""
     after: dict[tuple[int, Kind, int], int] = {}
 
     def note(ledger: Ledger, rank: int, action: Action) -> None:
@@ -164,8 +167,8 @@ def bytes_after(step: TrainStep, case: Case) -> dict[tuple[int, Kind, int], int]
 
 
 def measure(world: World, case: Case) -> list[tuple[int, int, int, Fraction]]:
-    """Per pipeline rank of this process: peaks of live activations and of their bytes, measured,
-    then the promised count, then the bytes that the schedule's ops add up to."""
+    """Return, per pipeline rank of this process, measured peaks of live activations and of their
+    bytes, then the promised count, then the bytes that the schedule's operations add up to."""
     step = make_step(world, case)
     schedule = step.schedule
     after = bytes_after(step, case)
@@ -235,7 +238,7 @@ def test_peak_of_live_activations_is_the_promise(case: Case) -> None:
 
 
 def split(world: World, case: Case) -> tuple[int, int, int]:
-    """Bytes of a middle stage after F, after I and after W."""
+    """Return the bytes of a middle stage after F, after I and after W."""
     after = bytes_after(make_step(world, case), case)
     return after[1, Kind.F, 0], after[1, Kind.I, 0], after[1, Kind.W, 0]
 
@@ -248,14 +251,15 @@ def test_input_gradient_frees_what_the_weight_gradient_does_not_need() -> None:
 
 
 def test_outputs_are_not_kept() -> None:
-    """Of a stage's output nothing stays once it is sent: only its edge in the graph does."""
+    """Nothing of a stage's output stays once it is sent, except its edge in the graph."""
     ((alive, sent),) = run_world(1, outputs, Case(pp=2, m=4, schedule="gpipe", in_process=True))
     assert sent == 4
     assert alive == 0
 
 
 def outputs(world: World, case: Case) -> tuple[int, int]:
-    """Outputs of the first stage alive after the last forward, and how many there were."""
+    """Return how many outputs of the first stage are alive after the last forward, and how many
+    were sent."""
     step = make_step(world, case)
     refs: list[weakref.ref[Any]] = []
     alive = 0

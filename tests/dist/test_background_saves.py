@@ -20,7 +20,6 @@ from megapipe.plan.memory import checkpoint_bytes, model_memory
 from megapipe.testing import World, run_world
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.stopped_runs import (
     DP,
     HALF,
@@ -33,6 +32,7 @@ from tests.parity.stopped_runs import (
     checkpoint,
     run,
 )
+from tests.parity.tiers import in_parts
 
 CASES = {
     "dp2 pp2 zero 3": {**DP, "optimizer.zero": "3", "model.dtype": "bf16"},
@@ -47,7 +47,7 @@ CASES = {
 def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> None:
     """A save in every step; and a run that ends while one is under way goes on bitwise."""
     given = {**CASES[case], "checkpoint.every": "1"}
-    behind = {**given, "checkpoint.background": "true"}
+    behind = {**given, "checkpoint.async_save": "true"}
     waits, goes_on, _, again = run(
         tmp_path,
         Play("waits", given),
@@ -66,9 +66,17 @@ def test_the_files_are_those_of_a_run_that_waits(case: str, tmp_path: Path) -> N
 
 SIZES = {
     "bf16": {"model.dtype": "bf16"},
-    "no masters": {"model.dtype": "bf16", "optimizer.master": "none", "optimizer.zero": "0"},
-    "sgd": {"optimizer.rule": "sgd", "optimizer.momentum": "0", "optimizer.nesterov": "false"},
-    "biases of experts": {"model.moe.experts": "4", "model.moe.bias_rate": "0.1"},
+    "no masters": {
+        "model.dtype": "bf16",
+        "optimizer.master_weights": "none",
+        "optimizer.zero": "0",
+    },
+    "sgd": {
+        "optimizer.rule": "sgd",
+        "optimizer.options.momentum": "0",
+        "optimizer.options.nesterov": "false",
+    },
+    "biases of experts": {"model.moe.num_experts": "4", "model.moe.bias_update_rate": "0.1"},
     "adapters, fp16": {"model.dtype": "fp16", "lora.rank": "2", "checkpoint.load": "a/base",
                        "checkpoint.load_only": "weights", "optimizer.zero": "3"},
 }  # fmt: skip
@@ -76,7 +84,8 @@ SIZES = {
 
 @pytest.mark.slow
 def test_the_plan_knows_the_size(tmp_path: Path) -> None:
-    """Of a checkpoint to the byte, headers aside; and the largest part of a rank."""
+    """The planned size of a checkpoint is right to the byte, headers aside; so is a rank's largest
+    part."""
     for given in SIZES.values():
         ranks = run_world(4, sizes, {**tiny(tmp_path), **given})
         for planned, own, whole, stored in ranks:
@@ -86,7 +95,7 @@ def test_the_plan_knows_the_size(tmp_path: Path) -> None:
 
 
 def sizes(world: World, given: dict[str, str]) -> tuple[int, int, int, int]:
-    """Bytes: this rank's part by the plan and as it is; a checkpoint by the plan and as it is."""
+    """Return bytes of this rank's part, planned and real, and of a checkpoint, planned and real."""
     settings = {**given, "parallel.dp": "2", "parallel.pp": "2"}
     config, layout = resolve(parse(arguments(settings)).config, world.size, VOCABULARY)
     mesh = world.mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp))
@@ -111,7 +120,7 @@ def notes(folder: Path, words: str) -> list[str]:
 def test_old_checkpoints_go_and_the_last_one_is_there_at_the_end(tmp_path: Path) -> None:
     given = {**tiny(tmp_path), "train.steps": "9", "checkpoint.every": "2", "parallel.pp": "2"}
     given |= {
-        "checkpoint.background": "true",
+        "checkpoint.async_save": "true",
         "checkpoint.keep": "1",
         "checkpoint.export_every": "4",
     }
@@ -128,9 +137,10 @@ def test_old_checkpoints_go_and_the_last_one_is_there_at_the_end(tmp_path: Path)
 
 @pytest.mark.slow
 def test_killed_and_gone_on(tmp_path: Path) -> None:
-    """By -9 while saves are under way in every step; its losses are those of a whole run."""
+    """The kill is by -9, while saves are in flight in every step; losses are those of a whole
+    run."""
     wanted = {"train.steps": "300", "checkpoint.every": "1", "checkpoint.keep": "1"}
-    wanted |= {"checkpoint.background": "true", "parallel.dp": "2", "model.dropout": "0.1"}
+    wanted |= {"checkpoint.async_save": "true", "parallel.dp": "2", "model.dropout": "0.1"}
     given = {**tiny(tmp_path), **wanted, "optimizer.schedule": "constant"}
     with Job(tmp_path) as job:
         job.launch(2, *arguments(given))

@@ -26,7 +26,7 @@ from tests.parity.bad_commands import (
 )
 from tests.parity.bad_folder import make_folder
 from tests.parity.launches import fork_script, run_script
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 CASES = list(every())
 
@@ -79,5 +79,5 @@ def test_there_is_a_case_of_each_command() -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """What is there, but for a cache."""
+    """Return the names in a folder, without a cache's."""
     return {path.name for path in folder.iterdir()} - {"c"}

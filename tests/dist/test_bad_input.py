@@ -32,11 +32,11 @@ from tests.parity.jobs import (
     tiny,
 )
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
-LAUNCHED = named("a key of the model with a typing mistake", "kernels.attention is not installed",
-                 "no such file for a corpus", "load of nothing", "no such tokenizer",
-                 "numbers that are not finite")  # fmt: skip
+LAUNCHED = named("a key of the model with a typing mistake",
+                 "kernels.only.attention is not installed", "no such file for a corpus",
+                 "load of nothing", "no such tokenizer", "numbers that are not finite")  # fmt: skip
 """Cases for launchers: from before the processes meet, before the corpus and after it."""
 
 
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_of(bad: Bad, made: Path, parent: Path) -> Path:
-    """A folder of its own in which the case is prepared."""
+    """Prepare the case in a folder of its own, and return that."""
     folder = Path(shutil.copytree(made, parent / "here", symlinks=True))
     bad.prepare(folder)
     return folder
@@ -66,7 +66,7 @@ def run(bad: Bad, folder: Path, ranks: int) -> Outcome:
 
 
 def placed(bad: Bad, folder: Path) -> list[str]:
-    """Its arguments where the current folder is another."""
+    """Return the arguments of the case for another current folder."""
     usual = f"data.source={folder / 'texts.txt'}"
     given = [usual if one == "data.source=texts.txt" else one for one in bad.arguments(folder)]
     return [*given, f"run.folder={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
@@ -123,7 +123,8 @@ def test_as_one_process(bad: Bad, made: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_an_error_with_its_traceback(tmp_path: Path) -> None:
-    """Where it arose, also in code of the user's; the line is the last one, and there is one."""
+    """It says where the error arose, also in user code; the error's line is the last and only
+    one."""
     (tmp_path / "own.py").write_text("def f(ranks, microbatches):\n    raise ValueError('no')\n")
     given = [*arguments(tiny(tmp_path)), "pipeline.schedule=own:f"]
     for wrong, place in ((["--traceback"], "own.py"), (["--traceback", "log.every=0"], "cli.py")):
@@ -225,7 +226,7 @@ def test_output_that_nobody_reads_does_not_end_a_run(tmp_path: Path) -> None:
         process.stdout.close()
         outcome = job.end()
     assert outcome.codes == [0]
-    assert outcome.text.startswith("megapipe: console does not take records")
+    assert outcome.text.startswith("megapipe: console does not accept records")
     assert len(outcome.text.splitlines()) == 1
     assert (tmp_path / "runs/run/checkpoints/step-00000030/manifest.json").exists()
 
@@ -270,5 +271,5 @@ def test_ranks_without_a_folder_for_temporary_files(tmp_path: Path) -> None:
     script.write_text(NO_TEMPORARY_FOLDER.format(root=str(ROOT)))
     given = arguments({**tiny(tmp_path), "parallel.pp": "2"})
     outcome = run_forked(tmp_path, 2, *given, script=str(script))
-    outcome.assert_one_line(4, "no folder takes temporary files, of ['/nowhere']: make room")
+    outcome.assert_one_line(4, "no temporary file can be written to ['/nowhere']: free space")
     assert outcome.seconds < TIMEOUT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.observe.samples import check, read_samples
+from megapipe.observe.sample_log import check, read_samples
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
 
@@ -20,7 +20,7 @@ RAMP = {
     "train.validate_every": "4",
     "model.dtype": "fp64",
     "model.layers": "4",
-    "log.samples": "true",
+    "log.sample_ids": "true",
 }
 BATCHES = [4, 4, 4, 8, 8, 12, 12, 12, 12]
 
@@ -37,7 +37,7 @@ def test_layouts_and_a_resume_change_nothing(tmp_path: Path) -> None:
     alone, several = tmp_path / "alone", tmp_path / "several"
     for folder in (alone, several):
         folder.mkdir()
-    clipped = {**RAMP, "optimizer.clip": "0.7"}
+    clipped = {**RAMP, "optimizer.max_grad_norm": "0.7"}
     outcome = run_forked(alone, 1, *arguments({**tiny(alone), **clipped}))
     assert set(outcome.codes) == {0}, outcome.text
     layout = {

@@ -1,4 +1,4 @@
-"""Callbacks of the user's in real runs: when they are called, and what they can bring about."""
+"""User callbacks in real runs: when they are called, and what they can bring about."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.resolve import resolve
 from megapipe.observe.record import ValidationRecord
 from megapipe.testing import World, run_world
-from megapipe.train.callbacks import Callback, Run, Step, Wishes
+from megapipe.train.callbacks import Callback, RankRequests, Run, Step
 from megapipe.train.trainer import Trainer
 from megapipe.train.update import StepResult
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure
+from tests.parity.tiers import in_parts
 
 PP2 = {"parallel.pp": "2", "train.steps": "5"}
 
@@ -39,11 +39,11 @@ class Seen:
 
     hooks: list[str] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    """By step, from 1, as those of validation."""
+    """Loss of each step; steps are counted from 1, as in `validations`."""
     validations: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     files: dict[str, list[str]] = field(default_factory=dict)
-    """What was in the run folder then, without its reports."""
+    """Files in the run folder at each call, without reports."""
     records: int = 0
     error: MegapipeError | None = None
 
@@ -65,9 +65,9 @@ class Spy(Callback):
     def before_step(self, run: Run, step: Step) -> None:
         self.saw(run, f"before {step.number}" + " of the last" * step.last)
 
-    def wishes(self, run: Run) -> Wishes:
-        self.saw(run, "wishes")
-        return Wishes()
+    def requests(self, run: Run) -> RankRequests:
+        self.saw(run, "requests")
+        return RankRequests()
 
     def after_step(self, run: Run, step: Step) -> None:
         known = [result.step + 1 for result in step.results]
@@ -104,28 +104,28 @@ class Asks(Spy):
 
 
 class Wisher(Spy):
-    """On rank 1 of the run that is named run, asks for a checkpoint in the first step that it sees
-    and for the end in the third."""
+    """Requests a checkpoint in the first step that it sees and the end in the third, on rank 1 of
+    the run named run."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__(seen)
         self._asked = itertools.count(1)
 
-    def wishes(self, run: Run) -> Wishes:
+    def requests(self, run: Run) -> RankRequests:
         asked = next(self._asked)
         here = run.mesh.rank == 1 and run.config.run.name == "run"
-        return Wishes(stop=here and asked == 3, save=here and asked == 1)
+        return RankRequests(stop=here and asked == 3, save=here and asked == 1)
 
 
 class TooLate(Spy):
-    """Asks to save in a step that is through."""
+    """Asks to save in a step that has ended."""
 
     def after_step(self, run: Run, step: Step) -> None:
         step.save = True
 
 
 def spied(world: World, settings: Sequence[dict[str, str]], spy: type[Spy]) -> list[Seen]:
-    """What this rank sees of one run after another."""
+    """Run with each of the settings in turn, and return what this rank sees."""
     return [spied_run(world, arguments(each), spy) for each in settings]
 
 
@@ -157,7 +157,7 @@ def spied_run(world: World, given: list[str], spy: type[Spy]) -> Seen:
 def run_spied(
     folder: Path, *settings: dict[str, str], spy: type[Spy] = Spy
 ) -> list[tuple[Seen, ...]]:
-    """Per run, what its two ranks have seen."""
+    """Return what the two ranks of each run have seen."""
     given = [{**tiny(folder), **PP2, **each} for each in settings]
     return list(zip(*run_world(2, spied, given, spy), strict=True))
 
@@ -168,7 +168,7 @@ def logged(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def turn(step: str, *after: str, known: Sequence[int]) -> list[str]:
-    return [f"before {step}", "wishes", f"after {step.split()[0]} with {list(known)}", *after]
+    return [f"before {step}", "requests", f"after {step.split()[0]} with {list(known)}", *after]
 
 
 END = ["validated 5 of 5", "saves 5", "end", "close"]
@@ -190,7 +190,7 @@ ORDER = {
         *turn("5 of the last", *END, known=[5]),
     ],
 }
-"""Without post-validation, and with it."""
+"""Calls in order, without post-validation and with it."""
 
 
 @pytest.mark.full
@@ -230,7 +230,12 @@ def test_requests_are_met_in_their_step(trust: str, tmp_path: Path) -> None:
     for seen in ranks:
         own = [] if trust == "true" else [1]
         second = "after 2 with [1, 2]" if trust == "true" else "after 2 with [2]"
-        start = ["begin after 0", "before 1", "wishes", f"after 1 with {own}", "before 2", "wishes"]
+        start = [
+            *("begin after 0", "before 1", "requests"),
+            f"after 1 with {own}",
+            "before 2",
+            "requests",
+        ]
         assert seen.hooks[:9] == [*start, second, "validated 2 of 5", "saves 2"]
         assert sorted(seen.validations) == [2, 5]
     assert ranks[0].records > 0
@@ -266,7 +271,7 @@ def test_a_late_request_is_refused_on_all_ranks(tmp_path: Path) -> None:
     (ranks,) = run_spied(tmp_path, settings, spy=TooLate)
     for seen in ranks:
         assert isinstance(seen.error, CallbackError)
-        assert "expected in before_step" in str(seen.error)
+        assert "set it in before_step" in str(seen.error)
 
 
 SCRIPT = """
@@ -274,20 +279,20 @@ import functools, os, sys
 sys.path.insert(0, {root!r})
 from megapipe.errors import DataError
 from megapipe.train import job
-from megapipe.train.callbacks import Callback, Wishes
+from megapipe.train.callbacks import Callback, RankRequests
 from megapipe.train.main import main
 class Mine(Callback):
     def {hook}(self, run, *more):
         if run.mesh.rank == {rank}:
             {action}
-        return Wishes()
+        return RankRequests()
 job.start = functools.partial(job.start, callbacks=[Mine()])
 main(sys.argv[1:])
 """
 
 
 def job(folder: Path, hook: str, action: str, rank: int = 1) -> Outcome:
-    """Two ranks whose callback does that in a hook of one of them."""
+    """Run two ranks whose callback does that in a hook of one of them."""
     script = folder / "mine.py"
     script.write_text(SCRIPT.format(root=str(ROOT), hook=hook, action=action, rank=rank))
     given = arguments({**tiny(folder), **PP2, "checkpoint.every": "2"})
@@ -303,7 +308,7 @@ RAISE = "raise ValueError('no such thing')"
         ("after_step", 1),
         pytest.param("begin", 0, marks=pytest.mark.slow),
         pytest.param("before_step", 0, marks=pytest.mark.slow),
-        pytest.param("wishes", 1, marks=pytest.mark.slow),
+        pytest.param("requests", 1, marks=pytest.mark.slow),
         pytest.param("after_validation", 1, marks=pytest.mark.slow),
         pytest.param("before_save", 0, marks=pytest.mark.full),
         pytest.param("end", 1, marks=pytest.mark.slow),
@@ -326,7 +331,7 @@ def test_an_error_with_an_exit_code_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_run_that_a_callback_stops_says_so_once(tmp_path: Path) -> None:
-    outcome = job(tmp_path, "wishes", "return Wishes(stop=True)")
+    outcome = job(tmp_path, "requests", "return RankRequests(stop=True)")
     outcome.assert_one_line(75, "stopped by callback Mine; saved step 1 of 5")
 
 
@@ -342,9 +347,9 @@ class Returned(NamedTuple):
     """What :class:`TrainStep` returned, call by call."""
 
     steps: list[list[int]]
-    """Counted from 0."""
+    """Steps with a result, counted from 0."""
     settled: list[bool]
-    """Whether it was, after each call."""
+    """Whether the step was settled, after each call."""
     seconds: dict[int, float]
 
 
@@ -352,7 +357,7 @@ PAUSE_S = 1.0
 
 
 def returned(world: World, case: Case, slow: int) -> Returned:
-    """Five steps, of which one waits for its rows and rank 1 wishes to save at the second one."""
+    """Train five steps: one waits for its rows, and in the second rank 1 requests a save."""
     config, layout = configure(case)
     data = config.data.model_copy(update={"prefetch": False})  # the step itself is to wait
     config = config.model_copy(update={"data": data})
@@ -365,8 +370,8 @@ def returned(world: World, case: Case, slow: int) -> Returned:
             time.sleep(PAUSE_S)
         return source(indices)
 
-    def wishes() -> Wishes:
-        return Wishes(save=number == 1 and world.rank == 1)
+    def requests() -> RankRequests:
+        return RankRequests(save=number == 1 and world.rank == 1)
 
     def note(results: list[StepResult]) -> None:
         seen.steps.append([result.step for result in results])
@@ -374,7 +379,7 @@ def returned(world: World, case: Case, slow: int) -> Returned:
         seen.seconds.update({result.step: result.seconds for result in results})
 
     for number in range(5):
-        note(step.train(number, rows, wishes=wishes))
+        note(step.train(number, rows, requests=requests))
     note(step.settle())
     note(step.settle())
     return seen

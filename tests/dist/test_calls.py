@@ -25,7 +25,7 @@ be lowered; a feature that raises one is looked at, whether what it asks could b
 
 
 def calls(function: Callable[[], object]) -> int:
-    """Calls of functions of the package while `function` runs in this thread."""
+    """Count calls of functions of the package while `function` runs in this thread."""
     folder, found = str(PACKAGE), 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -41,7 +41,7 @@ def calls(function: Callable[[], object]) -> int:
 
 
 def of_a_step(world: World, case: Case) -> int:
-    """Calls of the third step: the first ones prepare what later ones find."""
+    """Count calls of the third step: the first ones prepare what later ones find."""
     config, layout = configure(case)
     step, rows = TrainStep(config, layout, world.mesh(case.grid)), Rows(case)
     for i in range(2):

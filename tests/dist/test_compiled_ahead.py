@@ -24,7 +24,8 @@ CASES = [
 
 
 def graphs(world: World, cases: Sequence[Case]) -> list[tuple[int, int]]:
-    """Per case: graphs made before the first step, and in two steps and a validation."""
+    """Return, for each case, how many graphs are made before the first step, and in two steps and a
+    validation."""
     counts = []
     for case in cases:
         torch.compiler.reset()

@@ -13,8 +13,8 @@ from megapipe import TrainStep
 from megapipe.errors import ConfigError
 from megapipe.ops.compiler import Compiler
 from megapipe.testing import World, run_world
-from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_cases
+from tests.parity.tiers import in_parts
 from tests.parity.traced_compiler import traced_blocks
 
 CASES = [
@@ -42,11 +42,13 @@ COUNTED = [
         masked=0.3,
     ),
 ]  # fmt: skip
-"""Two graphs a block, around attention; some layers have experts, and graphs end before these."""
+"""Cases with two graphs a block, around attention; some layers have experts, and graphs end before
+these."""
 
 
 def run_traced(world: World, cases: Sequence[Case]) -> tuple[list[Outcome], list[int]]:
-    """By graphs that are traced with their backward, and run uncompiled; and their numbers."""
+    """Run cases by graphs that are traced with their backward, but not compiled; return their
+    counts, too."""
     outcomes, numbers = [], []
     for case in cases:
         with traced_blocks() as graphs:
@@ -73,7 +75,7 @@ def test_graphs_of_a_block(case: Case) -> None:
 
 
 def written_over(name: str, index: int) -> Compiler:
-    """What a graph has given is written over once it runs for the next micro-batch."""
+    """Make a compiler whose graphs overwrite an output when they run for the next micro-batch."""
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         earlier: list[Tensor] = []

@@ -25,7 +25,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def completed(folder: Path, line: str) -> list[str]:
-    """The words that bash is answered. Those of the command are there already, as after the first
+    """Return the words that bash offers. The command's words are loaded already, as after the first
     Tab."""
     command = next((word for word in console.COMMANDS if f" {word} " in line), None)
     text = completion.script("bash", list(console.COMMANDS))
@@ -44,11 +44,13 @@ FILES = ["mine.yaml", "mine.txt", "texts.jsonl"]
     ("line", "words"),
     [
         ("megapipe tr", ["train"]),
-        ("megapipe c", ["context", "convert", "checkpoint", "completion"]),
+        ("megapipe c", ["config", "context", "convert", "checkpoint", "completion"]),
         ("megapipe --v", ["--version"]),
         ("megapipe train quickst", ["quickstart", "quickstart_moe"]),
         ("megapipe train quickstart optimizer.lr", ["optimizer.lr="]),
         ("megapipe train quickstart --t", ["--time-slices", "--traceback"]),
+        ("megapipe train quickstart --dry-run --g", ["--gpus"]),
+        ("megapipe train quickstart --dry-run --gpus ", []),
         ("megapipe train quickstart model.norm=r", ["rmsnorm"]),
         ("megapipe train quickstart model.bias=", ["true", "false"]),
         ("megapipe train quickstart pipeline.schedule=zb_h", ["zb_h1", "zb_h2"]),
@@ -76,11 +78,14 @@ FILES = ["mine.yaml", "mine.txt", "texts.jsonl"]
             "megapipe schedule compare --ranks 4 --config llama_8b_",
             ["llama_8b_128k", "llama_8b_1m"],
         ),
-        ("megapipe schedule simulate 1f1b --weights double_", ["double_buffer", "double_group"]),
-        ("megapipe context compare llama_8b_1m context.plan=double", ["double_ring"]),
+        (
+            "megapipe schedule simulate 1f1b --weight-versions double_",
+            ["double_buffer", "double_group"],
+        ),
+        ("megapipe context compare llama_8b_1m context.algorithm=double", ["double_ring"]),
         ("megapipe context compare llama_8b_1", ["llama_8b_128k", "llama_8b_1m"]),
-        ("megapipe experts plan runs experts.sl", ["experts.slots="]),
-        ("megapipe prepare-data tokenize --samples super", ["supervised"]),
+        ("megapipe experts rebalance runs experts.replica_s", ["experts.replica_slots="]),
+        ("megapipe prepare-data tokenize --sample-format super", ["supervised"]),
         ("megapipe launch --np", ["--nproc", "--nproc-per-node"]),
         ("megapipe launch --nproc 2 mine.", ["mine.yaml", "mine.txt"]),
         ("megapipe summary te", ["texts.jsonl"]),
@@ -107,7 +112,7 @@ def test_every_key_is_completed_and_every_value_is_one() -> None:
 
 
 def problem(key: str, word: str) -> str:
-    """What is wrong with a configuration that has this key alone."""
+    """Return what is wrong with a configuration that has this key alone."""
     try:
         parse([f"{key}={word}"])
     except ConfigError as error:

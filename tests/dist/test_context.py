@@ -15,15 +15,15 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.errors import DataError
 from megapipe.layout.layout import Layout
-from megapipe.ops.block_attention import CpuFlash
+from megapipe.ops.tile_attention import CpuFlash
 from megapipe.testing import World, run_world
 from tests.parity import reference
 from tests.parity.cases import END
 from tests.parity.context_faults import FAULTS
 from tests.parity.expected import expected
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case, run_cases
+from tests.parity.tiers import in_parts, one_of, selected
 
 DOCUMENTS = Case(cp=4, context="usp", documents=True, masked=0.3, sequence=16)
 KEPT = Case(cp=2, context="ulysses", model="llama", kv_heads=1)
@@ -68,7 +68,7 @@ def test_cases(world: int, every: int) -> None:
 
 
 def count_blocks(world: World, cases: Sequence[Case]) -> list[int]:
-    """How often the steps of each case call the kernel for blocks."""
+    """Return how often the steps of each case call the attention kernel."""
     counts = []
     for case in cases:
         with mock.patch.object(
@@ -80,8 +80,9 @@ def count_blocks(world: World, cases: Sequence[Case]) -> list[int]:
 
 
 def test_how_often_what_is_run_again_attends() -> None:
-    """Row 6.05: once per micro-batch and layer where results are kept, twice without; each time a
-    rank calls the kernel for the pairs of the plan that it computes, for others too."""
+    """Attention runs once per micro-batch and layer where its results are saved, twice without;
+    each time a rank calls the kernel for the pairs of the plan that it computes, also for other
+    ranks."""
     cases = [
         replace(KEPT, context=context, activations=policy, layers=3, m=2)
         for context in ("ulysses", "ring", "helpers")
@@ -97,11 +98,11 @@ def test_how_often_what_is_run_again_attends() -> None:
 
 
 def run_anew(world: World, cases: Sequence[Case]) -> list[Any]:
-    """With positions that begin anew in each document."""
+    """Run with positions that begin anew in each document."""
 
     def anew(case: Case) -> tuple[Config, Layout]:
         config, layout = configure(case)
-        data = config.data.model_copy(update={"reset_positions": True})
+        data = config.data.model_copy(update={"reset_position_ids": True})
         return config.model_copy(update={"data": data}), layout
 
     with mock.patch("tests.parity.ranks.configure", anew):
@@ -118,7 +119,7 @@ def positions_in_documents(tokens: Tensor) -> Tensor:
 
 
 def test_positions_that_begin_anew_in_each_document() -> None:
-    """Those of the whole row, of which each rank is given its own."""
+    """Positions are those of the whole row; each rank is given its part."""
     cases = [
         replace(DOCUMENTS, cp=2, context="ring"),
         Case(cp=2, documents=True, schedule="seq1f1b", slices=2, sequence=16),
@@ -132,7 +133,7 @@ def test_positions_that_begin_anew_in_each_document() -> None:
 
 
 class _Elsewhere(Rows):
-    """The samples of one rank are others."""
+    """Batches whose samples differ on one rank."""
 
     def __init__(self, case: Case, *, other: bool) -> None:
         super().__init__(case)
@@ -163,7 +164,7 @@ def test_ranks_that_share_samples_compare_them(other: int | None, of: str) -> No
         return
     (line,) = set(lines)
     wrong, right = max(other, int(of)), min(other, int(of))
-    assert line.startswith(f"rank {wrong} was given other samples for step 0 than rank {right}, ")
+    assert line.startswith(f"rank {wrong} got other samples for step 0 than rank {right}, ")
     assert "(parallel.cp)" in line
 
 

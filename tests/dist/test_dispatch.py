@@ -1,4 +1,4 @@
-"""Ways of tokens to experts on other ranks: each computes what all-to-alls of all rows do."""
+"""Forms of dispatch to experts on other ranks: each computes what all-to-alls of all rows do."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from tests.parity.bitwise import check_groups
 from tests.parity.cases import Rows
-from tests.parity.chosen import chosen, evenly
 from tests.parity.dispatch_faults import FAULTS
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, one_of, selected
+from tests.parity.forced_routing import chosen, evenly
 from tests.parity.moved_experts import layers_of
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import Case, check_case, configure, run_case
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
+from tests.parity.tiers import in_parts, one_of, selected
 
 DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2)
 TENSOR = Case(tp=2, sequence_parallel=True, ep=2, moe="groups", model="llama", layers=2, m=3)
@@ -64,11 +64,11 @@ GROUPS = [
     ],
     [LONG, replace(LONG, **GATHERED), replace(LONG, **TWO_HOPS)],
 ]
-"""A case, and the same in other forms that have its bits. Where there are chunks, the inner width
-is a multiple of what a processor computes at a time: the last values of an activation, which are
+"""Groups of a case and other forms of it that have the same bits. With chunks, the inner width is a
+multiple of what a processor computes at a time: the last values of an activation, which are
 computed one by one, may be rounded otherwise, and without chunks they are in other rows."""
 CLOSE = [replace(TENSOR, expert_chunks=3), replace(DATA, **FETCHED)]
-"""Forms whose sums are others in their last bits; experts that travel have other rows."""
+"""Forms whose sums differ in their last bits: experts that are sent have other rows."""
 
 
 def of_world(world: int) -> list[list[Case]]:
@@ -76,19 +76,19 @@ def of_world(world: int) -> list[list[Case]]:
 
 
 def test_no_form_changes_a_bit() -> None:
-    """Row 7.04: nor do chunks."""
+    """Neither the form of dispatch nor chunks of it change a bit."""
     check_groups(of_world(2)[::3])
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @one_of(4)
 def test_no_form_changes_a_bit_in_more_layouts(world: int, some: slice) -> None:
-    """Row 7.08 (Tutel): on four ranks two hops have the bits of one."""
+    """On four ranks two hops have the bits of one (Tutel)."""
     check_groups(of_world(world)[some])
 
 
 def test_others_compute_what_the_reference_does() -> None:
-    """Row 7.15 (Janus): experts that travel in the place of rows, among them."""
+    """Among the cases are experts that are sent in the place of rows (Janus)."""
     check_groups([[case] for case in CLOSE])
 
 
@@ -98,14 +98,14 @@ class Exchange(NamedTuple):
     ranks: tuple[int, ...]
     what: str
     bytes: int
-    """Of the whole tensor, sent or gathered."""
+    """Bytes of the whole tensor, sent or gathered."""
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
 
 
 @contextmanager
 def exchanged(found: list[Exchange]) -> Iterator[None]:
-    """Record what goes to experts and comes back."""
+    """Record what is dispatched to experts and combined."""
     gathering, all_to_all = fetch.start_all_gather_new, transfer.start_all_to_all
     adding = fetch.reduce_scatter
 
@@ -152,12 +152,13 @@ FORMS = [
 
 
 CHOOSING = {"evenly": evenly, "experts of the first ranks": partial(chosen, ((1, 0),))}
-"""Of the latter other ranks' experts have no rows."""
+"""How tokens choose; in the second way, other ranks' experts have no rows."""
 
 
 def run_forms(world: World, forms: Sequence[Case]) -> list[dict[str, list[Exchange]]]:
-    """What each form exchanges in a step in which tokens choose evenly, or experts of the first
-    ranks alone; where there is room for all rows, in each as they please."""
+    """Return what each form exchanges in a step in which tokens choose evenly, and in one in which
+    they choose experts of the first ranks alone. If there is room for all rows, tokens choose
+    freely."""
     results: list[dict[str, list[Exchange]]] = []
     for case in forms:
         config, layout = configure(case)
@@ -182,7 +183,7 @@ Exchanges = list[tuple[Case, tuple[dict[str, list[Exchange]], ...]]]
     ],
 )
 def exchanges(request: pytest.FixtureRequest) -> Exchanges:
-    """Of some forms or all, what each rank exchanges."""
+    """Return what each rank exchanges in each form."""
     forms = FORMS[request.param]
     return list(zip(forms, zip(*run_world(4, run_forms, forms), strict=True), strict=True))
 
@@ -231,7 +232,8 @@ ONE_LAYER = replace(DATA, expert_chunks=3, layers=1, m=1)
 
 
 def run_one_layer(world: World) -> list[str]:
-    """Exchanges and products of experts in a step of a layer, in order, each with its number."""
+    """Record exchanges and products of experts in a step of a layer, in order, each with its
+    number."""
     config, layout = configure(ONE_LAYER)
     step = TrainStep(config, layout, world.mesh(ONE_LAYER.grid))
     seen: list[str] = []
@@ -272,8 +274,7 @@ def run_one_layer(world: World) -> list[str]:
 
 
 def test_a_chunk_is_computed_while_the_next_and_results_travel() -> None:
-    """Rows 7.04 and 7.12, in F, where tokens and weights go to the experts, and in I, where
-    gradients do and both come back."""
+    """In F, tokens and weights go to the experts; in I, gradients do, and both come back."""
     forward = (
         "begin 0, begin 1, begin 2, begin 3, wait 0, wait 1, narrow 0, begin 4, "
         "begin 5, begin 6, wait 2, wait 3, narrow 1, begin 7, wait 5, wait 6, narrow 2, begin 8, "
@@ -301,7 +302,7 @@ CHANGING = replace(
 
 
 def another_each_step(first: HierarchicalDispatcher) -> list[Dispatcher]:
-    """One for each step."""
+    """Return a dispatcher for each step."""
     ep, etp = first.ep, first.etp
     return [
         FetchDispatcher(ep, etp, chunks=3),
@@ -313,7 +314,8 @@ def another_each_step(first: HierarchicalDispatcher) -> list[Dispatcher]:
 
 
 def run_changing(world: World) -> Outcome:
-    """Each step goes another way, with the weights and states that the one before has left."""
+    """Change the dispatcher in each step; weights and states are those that the step before has
+    left."""
     train = TrainStep.train
     found: list[HierarchicalDispatcher] = []
 
@@ -333,7 +335,7 @@ def run_changing(world: World) -> Outcome:
 
 @pytest.mark.full
 def test_another_form_at_each_step_leaves_the_trajectory() -> None:
-    """Row 7.08: that of one process, without moving weights."""
+    """The trajectory is that of one process, and no weights move (Tutel)."""
     check_case(CHANGING, run_world(4, run_changing))
 
 
@@ -341,8 +343,8 @@ def test_another_form_at_each_step_leaves_the_trajectory() -> None:
 def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> None:
     base = {
         "model.layers": "2",
-        "model.moe.experts": "8",
-        "model.moe.bias_rate": "0.01",
+        "model.moe.num_experts": "8",
+        "model.moe.bias_update_rate": "0.01",
         "parallel.dp": "4",
         "parallel.ep": "4",
         "optimizer.zero": "2",
@@ -350,9 +352,13 @@ def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> No
     }
     forms: list[dict[str, str]] = [
         {"experts.dispatch": "all_gather"},
-        {"experts.dispatch": "hierarchical", "experts.node": "2"},
-        {"experts.dispatch": "hierarchical", "experts.node": "2", "experts.chunks": "2"},
-        {"experts.chunks": "2"},
+        {"experts.dispatch": "hierarchical", "experts.ranks_per_node": "2"},
+        {
+            "experts.dispatch": "hierarchical",
+            "experts.ranks_per_node": "2",
+            "experts.overlap_chunks": "2",
+        },
+        {"experts.overlap_chunks": "2"},
     ]
     stops = [2, 4, 6, None]
     parts = [
@@ -366,7 +372,7 @@ def test_another_form_at_each_resume_leaves_the_trajectory(tmp_path: Path) -> No
     _, ((fetched, *_)) = run(
         tmp_path,
         Play("fetched", {**base, "experts.dispatch": "fetch"}, stop_after=4),
-        Play("fetched", {**base, "experts.dispatch": "fetch", "experts.chunks": "2"}),
+        Play("fetched", {**base, "experts.dispatch": "fetch", "experts.overlap_chunks": "2"}),
     )
     for step, result in fetched["steps"].items():
         assert result.loss == pytest.approx(whole[0]["steps"][step].loss, rel=1e-5)

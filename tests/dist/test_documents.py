@@ -46,7 +46,7 @@ def test_documents_make_a_difference() -> None:
 
 
 def losses_of_runs(world: World, arguments: list[str]) -> list[float]:
-    """Loss of the first step of a run by the real trainer, with the key and without."""
+    """Return the loss of a run's first step by the real trainer, with the key and without."""
     losses = []
     for name, value in (("within", "true"), ("across", "false")):
         own = [f"run.name={name}", f"data.document_mask={value}"]
@@ -64,7 +64,8 @@ def losses_of_runs(world: World, arguments: list[str]) -> list[float]:
 
 @pytest.mark.full
 def test_a_run_finds_the_documents_of_its_corpus(tmp_path: Path) -> None:
-    """By the tokenizer's end mark; with the key the first step already has another loss."""
+    """Documents end at the tokenizer's end mark; the mask changes the loss of the first step
+    already."""
     texts = [json.dumps({"text": f"{n} times {n} is {n * n}"}) for n in range(300)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(texts))
     sizes = {"model.layers": 1, "model.hidden": 32, "train.sequence_length": 64}

@@ -30,7 +30,8 @@ REPLICATED = [
 
 
 def to_the_end(program: Program) -> Program:
-    """The program with its reductions after all else, by stage: an order that all ranks share."""
+    """Move the reductions behind all other actions, sorted by stage: an order that all ranks
+    share."""
     late = [action for action in program.actions if action.do == ActionKind.REDUCE]
     rest = [action for action in program.actions if action.do != ActionKind.REDUCE]
     late.sort(key=lambda action: action.stage)
@@ -38,14 +39,14 @@ def to_the_end(program: Program) -> Program:
 
 
 def operations_left(program: Program) -> int:
-    """Those after the first reduction."""
+    """Count the operations after the first reduction."""
     kinds = [action.do for action in program.actions]
     return kinds[kinds.index(ActionKind.REDUCE) :].count(ActionKind.COMPUTE)
 
 
 def both_ways(world: World, cases: list[Case]) -> list[tuple[int, Outcome, Outcome]]:
-    """Per case: operations after this rank's first reduction, and the outcomes of the programs as
-    they are, and with reductions at their ends."""
+    """Return, for each case, the operations after this rank's first reduction, and the outcomes of
+    the programs as they are and with reductions at their ends."""
     found = []
     for case in cases:
         left: list[int] = []

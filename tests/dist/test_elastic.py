@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megapipe.launch.endpoints import Endpoint
-from megapipe.observe.samples import check, read_samples
+from megapipe.observe.sample_log import check, read_samples
 from tests.parity.jobs import Job, Outcome, arguments, free_port, tiny
 from tests.parity.launch_with import launched_with
 from tests.parity.launches import run_forked
@@ -42,7 +42,7 @@ class Nodes:
         self.folder = job.folder
         slow = self.folder / "slow.py"
         slow.write_text(SLOW.format(folder=str(self.folder)))
-        wanted = {"train.steps": str(STEPS), "checkpoint.every": "10", "log.samples": "true"}
+        wanted = {"train.steps": str(STEPS), "checkpoint.every": "10", "log.sample_ids": "true"}
         wanted |= {"model.dtype": "fp64", "checkpoint.keep": "99", "train.global_batch": "6"}
         self.settings = arguments({**tiny(self.folder), **wanted, **given})
         self.endpoint = Endpoint("localhost", free_port())
@@ -57,7 +57,7 @@ class Nodes:
         self.job.await_store(self.endpoint.port)
 
     def lose(self, node: subprocess.Popen[bytes]) -> int:
-        """Kill a node, its launcher and its rank; returns how much was said by then."""
+        """Kill a node, its launcher and its rank; return how much was said by then."""
         own = [pid for pid in self.job.alive() if parent(pid) == node.pid]
         for pid in (node.pid, *own):
             os.kill(pid, signal.SIGKILL)
@@ -77,16 +77,17 @@ def parent(pid: int) -> int:
 
 
 def meshes(outcome: Outcome) -> list[str]:
-    """The layout of each start, as its banner says."""
+    """Return the layout of each start, as its banner shows it."""
     return re.findall(r"\| (pp \d+ x dp \d+) x cp 1", outcome.text)
 
 
 def assert_as_if_whole(folder: Path, settings: Sequence[str]) -> None:
-    """The run has taken each sample once, and ended with the weights of one that never stopped."""
+    """Check that the run took each sample once, and ended with the weights of one that never
+    stopped."""
     logged = read_samples(folder / "runs/run")
     assert check(logged)[0].endswith("each once and in order")
     whole = run_forked(
-        folder, 1, *settings, "run.name=whole", "parallel.pp=1", "checkpoint.memory_every=0"
+        folder, 1, *settings, "run.name=whole", "parallel.pp=1", "checkpoint.in_memory_every=0"
     )
     assert set(whole.codes) == {0}, whole.text
     taken = read_samples(folder / "runs/whole").steps
@@ -109,15 +110,15 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
         lost = nodes.start()
         job.await_text("step  12/")
         at = nodes.lose(lost)
-        job.await_text("starting again", at)
+        job.await_text("restarting", at)
         job.await_text("resumed from", at)
         nodes.start()
-        job.await_text("nodes that there are")
+        job.await_text("with the remaining nodes")
         nodes.go_on()
         outcome = job.end()
     assert outcome.codes == [0, -signal.SIGKILL, 0], outcome.text
     assert meshes(outcome) == ["pp 1 x dp 2", "pp 1 x dp 1", "pp 1 x dp 2"]
-    assert "1 node of 1:2 train already" in outcome.text
+    assert "1 node of 1:2 run the job already" in outcome.text
     assert "stopped by the launcher, as nodes have come; saved step" in outcome.text
     assert_as_if_whole(tmp_path, nodes.settings)
 
@@ -125,7 +126,7 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
     """It hosts the stores, and has rank 0. The layout is another then."""
-    given = {"parallel.pp": "2", "parallel.layouts.one.pp": "1"}
+    given = {"parallel.pp": "2", "parallel.elastic_layouts.one.pp": "1"}
     with Job(tmp_path, 120) as job:
         nodes = Nodes(job, "1:2", 12, **given)
         first = nodes.start()
@@ -143,7 +144,7 @@ def test_the_loss_of_the_node_where_all_meet(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_lost_node_costs_the_steps_since_the_last_copy_in_memory(tmp_path: Path) -> None:
     """The one that is left has its own copy and that of the lost node; no checkpoint is there."""
-    given = {"checkpoint.every": "0", "checkpoint.memory_every": "2"}
+    given = {"checkpoint.every": "0", "checkpoint.in_memory_every": "2"}
     with Job(tmp_path, 120) as job:
         nodes = Nodes(job, "1:2", 6, **given)
         nodes.start()
@@ -153,7 +154,9 @@ def test_a_lost_node_costs_the_steps_since_the_last_copy_in_memory(tmp_path: Pat
         nodes.go_on()
         outcome = job.end()
     assert outcome.codes == [0, -signal.SIGKILL], outcome.text
-    (step,) = re.findall(r"resumed from the copy in memory \S+ at step (\d+)", outcome.text[at:])
+    (step,) = re.findall(
+        r"resumed from the in-memory checkpoint \S+ at step (\d+)", outcome.text[at:]
+    )
     assert int(step) >= 10
     assert_as_if_whole(tmp_path, nodes.settings)
 
@@ -166,7 +169,7 @@ def test_a_node_that_is_asked_to_stop_leaves(tmp_path: Path) -> None:
         started = [nodes.start() for _ in range(3)]
         job.await_text("| loss")
         started[1].send_signal(signal.SIGTERM)
-        job.await_text("nodes that there are")
+        job.await_text("with the remaining nodes")
         nodes.go_on()
         outcome = job.end()
     assert outcome.codes == [0, 75, 0], outcome.text

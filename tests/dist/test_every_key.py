@@ -15,26 +15,49 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megapipe.config.keys import KEYS, SECTIONS
+from megapipe.config.keys import KEYS, OPTIONS_OF, SECTIONS
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.errors import LaunchError
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.rendezvous import compare_ranks
 from megapipe.observe import package_hash
 from megapipe.train.job import compared
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
-from tests.parity.other_values import ALONE, GIVEN, WORLD, other, outcome, resolved
+from tests.parity.other_values import (
+    ALONE,
+    GIVEN,
+    OPTIONS,
+    WORLD,
+    flat,
+    other,
+    outcome,
+    resolved,
+)
 from tests.parity.threads import at_once
+from tests.parity.tiers import in_parts
 
 STARTED = (
-    *("run.seed", "model.init_std", "model.moe.ffn", "lora.alpha", "parallel.sequence_parallel"),
-    *("context.order", "experts.dispatch", "pipeline.debug"),
-    *("activations.policy", "data.document_mask", "optimizer.lr", "kernels.overlap"),
-    *("train.validate_every", "numbers.spike_factor", "checkpoint.keep", "log.every"),
+    *(
+        "run.seed",
+        "model.init_std",
+        "model.rope.base",
+        "model.moe.expert_ffn_hidden",
+        "lora.alpha",
+        "parallel.sequence_parallel",
+    ),
+    *("context.position_split", "experts.dispatch", "pipeline.debug"),
+    *("activations.policy", "data.document_mask", "optimizer.lr", "kernels.tp_comm_overlap"),
+    *(
+        "kernels.only.norm",
+        "train.validate_every",
+        "health.spike_factor",
+        "checkpoint.keep",
+        "log.every",
+    ),
+    "plan.peak_tflops",
 )
-"""A key of each section."""
+"""One key of each section."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +70,7 @@ def port() -> Iterator[int]:
 def test_a_key_of_each_section_is_started_and_few_have_no_other_value() -> None:
     assert [key.rpartition(".")[0] for key in STARTED] == list(SECTIONS)
     assert set(STARTED) | set(ALONE) <= set(KEYS)
-    assert len(ALONE) <= 1
+    assert len(ALONE) <= 2
     assert all(ALONE.values())
 
 
@@ -63,7 +86,7 @@ def test_a_run_has_its_ranks_compare_every_key() -> None:
 
 @in_parts("section", SECTIONS, default=["parallel"], full=6)
 def test_ranks_see_every_difference(section: str, port: int) -> None:
-    for key in (key for key in KEYS if key.rpartition(".")[0] == section and key not in ALONE):
+    for key in keys_of(section):
         common, different = other(key)
         values = [outcome(given) for given in (common, [*common, *different])]
 
@@ -76,8 +99,15 @@ def test_ranks_see_every_difference(section: str, port: int) -> None:
         assert isinstance(first, LaunchError), key
         assert str(first) == str(second)
         assert str(first).startswith("the ranks disagree: ")
-        before, now = (repr(of_rank[key]) for of_rank in values)
-        assert f"{key} is {before} on rank 0 but {now} on rank 1" in str(first)
+        before, now = (repr(of_rank[flat(key)]) for of_rank in values)
+        assert f"{flat(key)} is {before} on rank 0 but {now} on rank 1" in str(first)
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the keys of a section whose values may be changed, with options one by one."""
+    keys = [key for key in KEYS if key.rpartition(".")[0] == section and key not in ALONE]
+    own = [each for each in OPTIONS if flat(each) in keys]
+    return [*(key for key in keys if key not in OPTIONS_OF), *own]
 
 
 @in_parts("key", STARTED, full=3)

@@ -21,8 +21,8 @@ from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
 from tests.parity import mixture
 from tests.parity.cases import Rows
-from tests.parity.chosen import chosen, evenly
 from tests.parity.collective_recorder import recording
+from tests.parity.forced_routing import chosen, evenly
 from tests.parity.outcome import Outcome, local_copies
 from tests.parity.ranks import Case, check_case, configure, run_case
 
@@ -55,8 +55,7 @@ def run_skewed(world: World) -> tuple[Outcome, list[Exchange]]:
 
 
 def test_all_tokens_choose_experts_of_one_rank() -> None:
-    """Row 7.03: the other's experts have no rows and no gradient; it exchanges as often, and as
-    much."""
+    """The other rank's experts have no rows and no gradient; it exchanges as often, and as much."""
     results = run_world(2, run_skewed)
     with mock.patch.object(mixture, "choose", return_value=[1, 0]):
         check_case(SKEWED, [outcome for outcome, _ in results])
@@ -100,11 +99,12 @@ HELD = [
     for zero in (1, 2, 3)
     for ep, dtype in ((4, "bf16"), (2, "bf16"), (2, "fp64"))
 ]
-"""Experts of which there is one copy, or two."""
+"""Cases with one instance of each expert, or two."""
 
 
 def lasting(step: TrainStep) -> int:
-    """Bytes of weights, main gradients, masters and states; a storage counts once."""
+    """Return the bytes of weights, main gradients, master weights and states; a storage counts
+    once."""
     tensors: list[Tensor] = []
     for shard in step.optimizer.shards:
         bucket, store = shard.bucket, shard.store
@@ -115,7 +115,7 @@ def lasting(step: TrainStep) -> int:
 
 
 def run_held(world: World) -> list[int]:
-    """Of each case what is held after a step."""
+    """Return the bytes that each case holds after a step."""
     found = []
     for case in HELD:
         config, layout = configure(case)
@@ -137,18 +137,18 @@ def test_memory_of_experts_is_that_of_the_plan() -> None:
 
 
 PYRAMID = Case(dp=4, ep=2, moe="pyramid", layers=3, tied=False, vocab=512)
-"""Four, eight and twelve experts, half of each layer's on a rank."""
+"""Case with layers of four, eight and twelve experts, half of which are on a rank."""
 WHOLE = replace(PYRAMID, dp=2, tp=2, ep=4, sequence_parallel=True)
-"""A rank's experts are nowhere else."""
+"""Case in which a rank's experts are nowhere else."""
 
 
 def run_recorded(world: World, case: Case) -> list[tuple[str, tuple[int, ...], int]]:
-    """Collectives of a step by their groups, with the values of the whole tensor."""
+    """Return the collectives of a step by their groups, with the values of the whole tensor."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(case.grid))
     with recording() as recorder:
         step.train(0, Rows(case))
-    local_copies(step)  # weights that are on their way to others: one that ends loses them
+    local_copies(step)  # weights in flight to other ranks: one that ends loses them
     step.mesh.barrier()
     return [(call.name, call.ranks, call.elements) for call in recorder.calls]
 
@@ -161,7 +161,7 @@ def run_recorded(world: World, case: Case) -> list[tuple[str, tuple[int, ...], i
     ],
 )
 def test_experts_and_other_weights_are_summed_over_their_groups(case: Case) -> None:
-    """Row 7.09: each once a step, experts over the ranks that have the same ones, as planned."""
+    """Each is summed once a step, experts over the ranks that have the same ones, as planned."""
     config, layout = configure(case)
     planned = step_traffic(Units(config, layout), 0)
     numel = {True: 0, False: 0}

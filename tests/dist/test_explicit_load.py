@@ -1,7 +1,7 @@
 """`checkpoint.load` of what is damaged, by two ranks.
 
-A step's folder is refused in one line. Of a run the newest intact checkpoint is taken, and what was
-passed over is told.
+A step's folder is refused in one line. From a run, the newest intact checkpoint is taken, and the
+skipped ones are reported.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.edited_checkpoints import set_a_weight
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
-from tests.parity.resealed import set_a_weight
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -25,7 +25,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with three checkpoints, all of them intact."""
+    """Make a run of two ranks with three checkpoints, all of them intact."""
     folder = tmp_path_factory.mktemp("made")
     given = {"run.name": "old", "checkpoint.every": "1", "checkpoint.keep": "9"}
     assert load(folder, **given).codes == [0, 0]
@@ -39,7 +39,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path, source: Path | str | None = None, **given: str) -> Outcome:
-    """Train on, two ranks, in a run of another name."""
+    """Train on with two ranks, in a run of another name."""
     settings = {**tiny(folder), "parallel.pp": "2", "run.name": "new", "train.steps": "3", **given}
     if source is not None:
         settings |= {"checkpoint.load": str(source), "train.steps": "4"}
@@ -51,14 +51,14 @@ def shards(step: Path) -> list[Path]:
 
 
 def flipped(path: Path, at: float = 0.5) -> None:
-    """A file with one other bit."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[int(at * len(data))] ^= 1
     path.write_bytes(data)
 
 
 def not_finite(step: Path) -> None:
-    """A NaN in a weight of the second rank, with checksums as if it had been trained so."""
+    """Put a NaN into a weight of the second rank, with checksums as if it had been trained so."""
     set_a_weight(step, float("nan"))
 
 
@@ -117,9 +117,9 @@ def test_of_a_run_an_older_checkpoint_is_taken_and_that_is_told(damage: str, fol
     DAMAGES[damage][0](folder / NEWEST)
     outcome = load(folder, "runs/old")
     assert outcome.codes == [0, 0], outcome.text
-    told = [line for line in outcome.text.splitlines() if "passed over" in line]
+    told = [line for line in outcome.text.splitlines() if "skipped a damaged" in line]
     assert len(told) == 1, outcome.text
-    assert "passed over a damaged checkpoint: " in told[0]
+    assert "skipped a damaged checkpoint: " in told[0]
     assert str(NEWEST) in told[0]
     assert "resumed from runs/old/checkpoints/step-00000002 at step 2 of 4" in outcome.text
 
@@ -132,7 +132,7 @@ def test_a_run_whose_pointer_leads_nowhere_has_its_newest_loaded(
     outcome = load(folder, "runs/old")
     assert outcome.codes == [0, 0], outcome.text
     assert f"resumed from {NEWEST} at step 3 of 4" in outcome.text
-    assert "passed over" not in outcome.text
+    assert "skipped a damaged" not in outcome.text
 
 
 @pytest.mark.parametrize("name", ["runs/old", "latest"])

@@ -16,11 +16,11 @@ import torch
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config.config import Config, DataConfig, OptimizerConfig
 from megapipe.config.update_rules import Declaration
-from megapipe.data.given import TEXT_KEYS
-from megapipe.data.own import ARGUMENTS as DATA_ARGUMENTS
-from megapipe.data.own import OF_TEXTS
+from megapipe.data.token_file_corpus import TEXT_KEYS
+from megapipe.data.user_dataset import ARGUMENTS as DATA_ARGUMENTS
+from megapipe.data.user_dataset import OF_TEXTS
 from megapipe.distributed.mesh import Axis
-from megapipe.layout.lr_plan import ARGUMENTS as PLAN_ARGUMENTS
+from megapipe.layout.user_lr_schedule import ARGUMENTS as PLAN_ARGUMENTS
 from megapipe.optim.rules import build_rule
 from tests.parity.jobs import ROOT, Outcome, arguments, tiny
 from tests.parity.launches import run_forked
@@ -40,7 +40,7 @@ PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)}
 KEYS = {
     "Norm": "norm",
-    "Router": "scores",
+    "Router": "score_function",
     "Dispatcher": "dispatch",
     "Update rule": "rule",
     "Learning rate": "schedule",
@@ -50,7 +50,7 @@ KEYS = {
 
 
 def example(section: str) -> tuple[str, str, str]:
-    """Its module's name, its source, and the setting that names it."""
+    """Return the name of a section's module, its source, and the setting that names it."""
     (source,) = re.findall(r"^```python\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
     (setting,) = re.findall(rf"`([\w.]+\.{KEYS[section]}=\w+:\w+)`", SECTIONS[section])
     module = setting.partition("=")[2].partition(":")[0]
@@ -71,20 +71,23 @@ def log(folder: Path) -> list[dict[str, float]]:
 
 
 def prepare_plain(folder: Path) -> None:
-    """Files that the example of a data set reads."""
+    """Write the files that the example of a data set reads."""
     draw = np.random.default_rng(7)
     for split, tokens in (("train", 2000), ("validation", 200)):
         draw.integers(0, 257, tokens).astype(np.uint16).tofile(folder / f"{split}.bin")
 
 
 EXPERTS = (
-    "model.moe.experts=4 model.moe.ffn=12 model.moe.balance=0.3 model.moe.z=0.05 "
-    "model.moe.capacity=1.5"
+    "model.moe.num_experts=4 model.moe.expert_ffn_hidden=12 model.moe.aux_loss_coeff=0.3 "
+    "model.moe.z_loss_coeff=0.05 model.moe.capacity_factor=1.5"
 )
 EXPERT_LAYOUTS = (
     "parallel.dp=2 parallel.ep=2",
-    "parallel.dp=4 parallel.ep=2 parallel.etp=2 experts.chunks=2 optimizer.zero=3",
-    "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline.schedule=zb_h1 experts.pad=true",
+    "parallel.dp=4 parallel.ep=2 parallel.etp=2 experts.overlap_chunks=2 optimizer.zero=3",
+    (
+        "parallel.pp=2 parallel.dp=2 parallel.ep=2 pipeline.schedule=zb_h1 "
+        "experts.pad_to_capacity=true"
+    ),
     "parallel.tp=2 parallel.sequence_parallel=true parallel.dp=2 parallel.ep=4",
 )
 LAYOUTS = (
@@ -106,7 +109,7 @@ FEATURES = {
     "Update rule": ("", LAYOUTS),
     "Schedule": ("", PIPELINES),
 }
-"""By section: keys of all runs, and layouts. A schedule is the example of docs/schedules.md."""
+"""Keys of all runs of a section, and layouts. The schedule is the example of docs/schedules.md."""
 ONLY_SPLIT = ("Dispatcher", "Schedule")
 """Features that a single process has no use for."""
 
@@ -129,7 +132,7 @@ def world_of(layout: str) -> int:
 
 
 def trained(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Steps of a run as logged, and its last weights and states."""
+    """Return a run's steps as logged, and its last weights and states."""
     checkpoint = Checkpoint.open(max((folder / "runs/run/checkpoints").iterdir()))
     names = [name for name in checkpoint.names() if not name.startswith("rng")]
     return log(folder), {name: checkpoint.read(name) for name in names}
@@ -252,16 +255,22 @@ class Broken(AllToAllDispatcher):
     [
         ("model.norm=mine:half", "it is called with (x, weight, bias, eps): too many"),
         ("model.norm=mine:first", "it returns [16]"),
-        ("optimizer.rule=mine:half", "it is no class that is derived from"),
-        ("model.moe.scores=mine:half", "it is no class derived from megapipe.layers.moe.rout"),
-        ("model.moe.scores=mine:Wide", "scores returns [16, 5] of torch.float32: expected [16, 4]"),
-        ("model.moe.scores=mine:Late", "choose returns experts 4 to 4: expected 0 to 3"),
-        ("model.moe.scores=mine:Bare", "it has no method scores"),
-        ("model.moe.scores=mine:Twice", "choose returns an expert twice for a token"),
-        ("model.moe.scores=mine:Given", "its parameter t needs a default: it gets no arg"),
+        ("optimizer.rule=mine:half", "it is not a class derived from"),
+        (
+            "model.moe.score_function=mine:half",
+            "it is not a class derived from megapipe.layers.moe.rout",
+        ),
+        (
+            "model.moe.score_function=mine:Wide",
+            "scores returns [16, 5] of torch.float32: expected [16, 4]",
+        ),
+        ("model.moe.score_function=mine:Late", "choose returns experts 4 to 4: expected 0 to 3"),
+        ("model.moe.score_function=mine:Bare", "it has no method scores"),
+        ("model.moe.score_function=mine:Twice", "choose returns an expert twice for a token"),
+        ("model.moe.score_function=mine:Given", "its parameter t needs a default: it gets no arg"),
         ("experts.dispatch=mine:Fetch", "it is derived from FetchDispatcher: expected Dispatcher"),
         ("experts.dispatch=mine:Broken", "ZeroDivisionError: division by zero (mine.py, line"),
-        ("experts.dispatch=mine:half", "it is no class derived from megapipe.layers.moe.disp"),
+        ("experts.dispatch=mine:half", "it is not a class derived from megapipe.layers.moe.disp"),
         ("experts.dispatch=mine:Part", "it has no method arrival"),
         ("optimizer.schedule=mine:half", "it returned -0.5 for step 1 of 4: expected a finite"),
     ],
@@ -270,7 +279,7 @@ def test_what_is_wrong_with_code_is_one_line_of_the_job(
     setting: str, words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    key, experts = setting.partition("=")[0], ["model.moe.experts=4", "parallel.ep=2"]
+    key, experts = setting.partition("=")[0], ["model.moe.num_experts=4", "parallel.ep=2"]
     beside = experts if "moe" in key or key.startswith("experts") else []
     given = [setting, "parallel.dp=2", "optimizer.warmup_steps=null", *beside]
     outcome = train(tmp_path, 2, *given)
@@ -325,7 +334,7 @@ def test_the_rule_of_the_example_is_adagrad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = OptimizerConfig(rule=write_rule(tmp_path), eps=1e-6, weight_decay=0.0)
+    config = OptimizerConfig(rule=write_rule(tmp_path), options={"eps": 1e-6}, weight_decay=0.0)
     rule = build_rule(config)
     sys.modules.pop("my_rules")
     shard = make_shard(rule, Axis.alone(), Axis.alone())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.edited_checkpoints import set_a_weight
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.resealed import set_a_weight
 
 pytestmark = pytest.mark.full
 
@@ -17,7 +17,7 @@ CHECKPOINTS = Path("runs/run/checkpoints")
 
 
 def train(folder: Path, **given: str) -> Outcome:
-    """Two ranks, which save each step."""
+    """Train with two ranks, which save each step."""
     settings = {**tiny(folder), "parallel.pp": "2", "run.name": "run", "checkpoint.every": "1"}
     settings |= {"checkpoint.keep": "9", "train.steps": "5", **given}
     return run_forked(folder, 2, *arguments(settings))
@@ -25,7 +25,7 @@ def train(folder: Path, **given: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps of five, the newest of whose checkpoints is as described."""
+    """Stop a run after three of five steps, and let no step follow its newest checkpoint."""
     folder = tmp_path_factory.mktemp("stopped")
     assert train(folder, **{"train.stop_after": "3"}).codes == [0, 0]
     set_a_weight(folder / CHECKPOINTS / "step-00000003", 3e38)
@@ -46,11 +46,11 @@ def test_the_next_start_passes_over_it(stopped: Path, tmp_path: Path) -> None:
 def test_a_run_that_goes_back_takes_an_older_one(stopped: Path, tmp_path: Path) -> None:
     """Once it has tried other samples."""
     folder = Path(shutil.copytree(stopped, tmp_path / "here"))
-    outcome = train(folder, **{"numbers.non_finite": "rewind", "numbers.rewinds": "2"})
+    outcome = train(folder, **{"health.non_finite": "rewind", "health.max_rewinds": "2"})
     assert outcome.codes == [0, 0], outcome.text
-    back = [line for line in outcome.text.splitlines() if "gone back from step 4 to step " in line]
+    back = [line for line in outcome.text.splitlines() if "rewound from step 4 to step " in line]
     assert [line.partition(" to step ")[2][0] for line in back] == ["3", "3", "2"]
-    assert "step-00000003 is passed over from now on" in outcome.text
+    assert "step-00000003 is skipped from now on" in outcome.text
     assert (folder / CHECKPOINTS / "step-00000005").exists()
 
 
@@ -62,19 +62,19 @@ NAMES = ["step-00000003", "step-00000003.1", "step-00000003.2"]
 
 
 def test_a_run_that_comes_to_the_same_end_from_older_checkpoints_ends(tmp_path: Path) -> None:
-    """Its third update is finite and leaves weights that no step can follow."""
+    """The third update is finite, and leaves weights that no step can follow."""
     (tmp_path / "ruins.py").write_text(RUINS)
-    rewind = {"numbers.non_finite": "rewind", "numbers.rewinds": "2", "checkpoint.keep": "2"}
-    rewind |= {"optimizer.clip": "null", "run.resume_changes": "allow"}
+    rewind = {"health.non_finite": "rewind", "health.max_rewinds": "2", "checkpoint.keep": "2"}
+    rewind |= {"optimizer.max_grad_norm": "null", "run.resume_changes": "allow"}
     ruins = {**rewind, "optimizer.schedule": "ruins:rate", "optimizer.warmup_steps": "null"}
     outcome = train(tmp_path, **ruins)
     outcome.assert_one_line(6, "step 4: ", f"no finite step follows {', '.join(NAMES)}, and")
-    back = [line for line in outcome.text.splitlines() if "gone back from step 4 to step " in line]
+    back = [line for line in outcome.text.splitlines() if "rewound from step 4 to step " in line]
     assert [line.partition(" to step ")[2][0] for line in back] == ["3", "3", "2", "1"]
     again = train(tmp_path, **ruins)
     again.assert_one_line(6, f"no finite step follows {', '.join([*NAMES, 'step-00000003.3'])}, ")
     assert "step-00000002.1 at step 2 of 5" in again.text
-    assert "gone back" not in again.text
+    assert "rewound" not in again.text
     folders = [path.name for path in (tmp_path / CHECKPOINTS).glob("step-*")]
     assert len(folders) <= 6, folders
     outcome = train(tmp_path, **rewind, **{"optimizer.schedule": "constant"})
@@ -91,6 +91,8 @@ def test_a_checkpoint_is_no_worse_for_another_learning_rate(
     folder = Path(shutil.copytree(stopped, tmp_path / "here"))
     shutil.rmtree(folder / CHECKPOINTS / "step-00000003")
     too_fast = {"optimizer.lr": lr, "optimizer.min_lr": lr, "run.resume_changes": "allow"}
-    outcome = train(folder, **{"checkpoint.every": "9", "optimizer.clip": "null", **too_fast})
+    outcome = train(
+        folder, **{"checkpoint.every": "9", "optimizer.max_grad_norm": "null", **too_fast}
+    )
     assert set(outcome.codes) == {6}, outcome.text
     assert not list((folder / CHECKPOINTS).glob(".failed-*"))

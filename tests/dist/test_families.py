@@ -15,16 +15,16 @@ from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import LocalParameter
 from megapipe.testing import World, run_world
 from tests.parity import named_settings, reference
-from tests.parity.marks import in_parts
 from tests.parity.outcome import Parts, own_grads
 from tests.parity.ranks import Case, Rows, assemble, batch_of, configure, take_region
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import CASES, FAMILIES, hf_logits_and_grads, model_of
 
 LAYOUTS = (Case(tp=2), Case(tp=4), Case(pp=2), Case(tp=2, pp=2, sequence_parallel=True))
 
 
 def families(layout: Case) -> list[str]:
-    """Those that can be split over its tp ranks."""
+    """Return the families that can be split over the tp ranks of a layout."""
     return [family for family in CASES | FAMILIES if layout.tp in shares(model_of(family))]
 
 
@@ -41,7 +41,7 @@ def case_of(layout: Case, family: str) -> Case:
 
 
 def as_cases() -> Any:
-    """Cases may have the families' models: every field of them, in the place of a case's own."""
+    """Let cases have the families' models: every field of them, in place of a case's own."""
     models = {family: model_of(family).model_dump() for family in CASES | FAMILIES}
     return mock.patch.dict(named_settings.MODELS, models)
 
@@ -51,7 +51,8 @@ def fill(params: reference.Params, spec: LocalParameter, out: Any) -> None:
 
 
 def first_steps(world: World, layout: Case) -> list[tuple[Tensor, Parts]]:
-    """By family: the logits of the first batch, and what this rank has of its gradients."""
+    """Return the logits of the first batch and this rank's part of its gradients, for each
+    family."""
     mesh = world.mesh(Grid(tp=layout.tp, pp=layout.pp))
     found: list[tuple[Tensor, Parts]] = []
     with as_cases():

@@ -33,7 +33,7 @@ CASES = [
     for i, family in enumerate(FAMILIES)
     for j, case in enumerate(SCHEDULES)
 ]
-"""In CI each family under one schedule, each schedule with one family."""
+"""Cases for CI: each family under one schedule, each schedule with one family."""
 
 
 @pytest.mark.parametrize("case", CASES)

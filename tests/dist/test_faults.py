@@ -9,8 +9,8 @@ import pytest
 from megapipe.testing import run_world
 from tests.parity.bitwise import assert_bitwise
 from tests.parity.faults import FAULTS, OUTRIGHT, outcomes_of_faults, run_with_dropout
-from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.ranks import Case, check_case, run_cases
+from tests.parity.tiers import in_parts, one_of, selected
 
 
 @pytest.fixture(scope="module")

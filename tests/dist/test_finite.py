@@ -23,7 +23,7 @@ NORM = "layers.0.mlp_norm.weight"
 
 
 def place(step: TrainStep, name: str) -> tuple[Shard, ParamRange]:
-    """Where a parameter lies."""
+    """Find the shard that has a parameter, and its range there."""
     return next(
         (shard, entry)
         for shard in step.optimizer.shards
@@ -33,8 +33,8 @@ def place(step: TrainStep, name: str) -> tuple[Shard, ParamRange]:
 
 
 def poisoned(world: World, case: Case, what: str, folder: str) -> list[str]:
-    """The errors of a step, of settling and of saving on this rank, after the last of the tp ranks
-    was given one value that is not finite: in the gradient of a norm, or in `what` of it."""
+    """Return the errors of a step, of settling and of saving on this rank, after the last tp rank
+    was given one value that is not finite: in the gradient of a norm, or in its `what`."""
     config, layout = configure(case)
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
     step, rows = TrainStep(config, layout, mesh), Rows(case)
@@ -67,7 +67,7 @@ def poisoned(world: World, case: Case, what: str, folder: str) -> list[str]:
 
 
 def all_poisoned(world: World, folder: str) -> dict[str, list[str]]:
-    """One case after another."""
+    """Run one case after another."""
     wide = replace(CASE, dp=2, zero=0, tp=1, sequence_parallel=False)
     cases = {
         "gradient": (CASE, "gradient"),
@@ -79,19 +79,20 @@ def all_poisoned(world: World, folder: str) -> dict[str, list[str]]:
 
 
 def test_one_rank_alone_is_enough(tmp_path: Path) -> None:
-    """Of what every tp rank holds and the first counts in the norm; of states, which no norm
-    shows: an infinite exp_avg_sq leaves the weight where it is for ever."""
+    """One rank is enough for values that all tp ranks hold and only the first counts in the norm,
+    and for states, which no norm shows: an infinite exp_avg_sq leaves the weight where it is for
+    ever."""
     ranks = run_world(2, all_poisoned, str(tmp_path))
     for seen in ranks:
         for first in (seen["gradient"][0], seen["copies"][0]):
             assert first.startswith("step 2: loss ")
             assert "gradients of stages 0" in first
         assert f"not finite, in {NORM} on rank 1; " in seen["gradient"][0]
-        assert f"not finite, in 2 tensors on ranks 0-1, {NORM} the first; " in seen["copies"][0]
+        assert f"not finite, in 2 tensors on ranks 0-1, the first is {NORM}; " in seen["copies"][0]
         for both in (seen["exp_avg_sq"], seen["narrow"]):
             for error in both:
                 assert error.startswith(
-                    "update 2 has left weights or optimizer states that are not finite, in "
+                    "update 2 made weights or optimizer states that are not finite, in "
                     f"exp_avg_sq of {NORM} on rank 1, and is not saved"
                 )
     assert not any((tmp_path / name).exists() for name in ("exp_avg_sq", "narrow"))

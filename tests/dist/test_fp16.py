@@ -15,7 +15,7 @@ from megapipe.config.config import Config
 from megapipe.distributed.mesh import Grid
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.layout.resolve import resolve
-from megapipe.optim.scaler import FIRST, LARGEST
+from megapipe.optim.loss_scaler import FIRST, LARGEST
 from megapipe.testing import World, WorldError, run_world
 from tests.parity.ranks import Case, Rows, configure
 
@@ -44,7 +44,7 @@ class OneBatch(Rows):
 
 
 def trained(world: World, case: Case, optimizer: dict[str, Any], scale: float | None = None) -> Run:
-    """STEPS steps; `scale` is the loss scale to begin with, if it is not the usual one."""
+    """Train STEPS steps; `scale` is the initial loss scale, if it is not the usual one."""
     config, _ = configure(case)
     settings = config.model_dump()
     settings["train"]["steps"] = STEPS
@@ -95,8 +95,8 @@ def test_a_gradient_that_overflows_skips_the_step() -> None:
 
 
 def goes_on(world: World, folder: Path) -> list[Any]:
-    """Results, states and weights of a run after its third step, and of one that goes on from what
-    it has saved there. The first gradients overflow."""
+    """Return results, states and weights of a run after its third step, and of one that resumes
+    from what it saved there. The first gradients overflow."""
     config, _ = configure(replace(CASE, steps=8))
     settings = config.model_dump()
     settings["optimizer"]["loss_scale_window"] = 3

@@ -19,13 +19,13 @@ LEAVE_S = 5.0
 """Seconds after the time-out within which all have ended, launchers included."""
 SECRET = "canary-of-a-secret"
 EARLY_S = 0.5
-"""How long before the fault others may have begun to wait for that rank."""
+"""Seconds before the fault in which others may have begun to wait for that rank."""
 LATE_S = 1.0
 """Seconds after the time-out within which a monitor notices."""
 
 
 def assert_noticed_in_time(hang: Hang) -> None:
-    """By the monitor's own watch, and by what its line says."""
+    """Check when the hang was noticed, by the monitor's own watch and by what its line says."""
     assert hang.noticed is not None
     assert TIMEOUT_S - EARLY_S <= hang.noticed <= TIMEOUT_S + LATE_S
     said = re.search(r", for (\d+) s at ", hang.outcome.errors[0])
@@ -45,12 +45,12 @@ def assert_noticed_in_time(hang: Hang) -> None:
         ),
         (
             Fault(0, "spin", action=7),
-            "comes no further",
+            "makes no progress",
             "receive I of stage 1 micro-batch 0 from rank 1",
         ),
         (Fault(3, "lock", hook="before_save"), "something holds Python's lock", ""),
         pytest.param(
-            *(Fault(1, "lose", action=3), "what it has sent does not arrive"),
+            *(Fault(1, "lose", action=3), "its messages do not arrive"),
             "receive I of stage 1 ",
             marks=pytest.mark.slow,
         ),
@@ -60,7 +60,7 @@ def assert_noticed_in_time(hang: Hang) -> None:
 def test_the_culprit(
     tmp_path: Path, fault: Fault, evidence: str, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its place, what is wrong with it, and what it did last."""
+    """The line names the rank and its place, what is wrong with it, and what it did last."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     hang = run_hanging(tmp_path, 4, fault, **{"parallel.pp": "2", "parallel.tp": "2"})
     hang.outcome.assert_one_line(4, f"the job hangs: rank {fault.rank} (pp ", evidence)
@@ -84,10 +84,10 @@ def test_the_culprit(
 def test_a_launcher_starts_the_job_again(tmp_path: Path) -> None:
     fault = Fault(0, "stop", step=5, action=2)
     ends = {"train.steps": "6", "optimizer.schedule": "cosine", "parallel.pp": "2"}
-    hang = run_hanging(tmp_path, 2, fault, "--restarts", "1", **ends)
+    hang = run_hanging(tmp_path, 2, fault, "--max-restarts", "1", **ends)
     assert hang.outcome.codes == [0], hang.outcome.text
     assert hang.culprit == 0
-    assert "starting again after step 4 (1 of 1), in 1 s" in hang.outcome.text
+    assert "restarting after step 4 (1 of 1), in 1 s" in hang.outcome.text
     assert "resumed from" in hang.outcome.text
     assert (tmp_path / "runs/run/checkpoints/step-00000006").is_dir()
 
@@ -122,7 +122,9 @@ def test_a_killed_rank_whose_connections_stay_open(tmp_path: Path) -> None:
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         job.start([*run, str(script), *given])
         outcome = job.end(left_behind_s=15.0)
-    outcome.assert_one_line(-9, "rank 0 lost contact with rank 1 (", "ended without a word")
+    outcome.assert_one_line(
+        -9, "rank 0 lost contact with rank 1 (", "ended without an error message"
+    )
     assert outcome.seconds < 40.0
 
 
@@ -146,7 +148,7 @@ def test_a_rank_that_is_killed_between_the_store_and_the_mesh(tmp_path: Path) ->
     assert outcome.codes == [4, -signal.SIGKILL, 4]
     (line,) = outcome.errors
     assert "ranks 0, 2 lost contact with rank 1 (process " in line
-    assert "whose process has ended without a word" in line
+    assert "whose process ended without an error message" in line
     assert outcome.seconds < 40.0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.launch.signals import AGAIN_S
+from megapipe.launch.signals import REPEAT_S
 from tests.parity.jobs import ENDLESS, Job, Outcome, arguments, tiny
 
 pytestmark = pytest.mark.full
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(autouse=True)
 def not_under_nohup() -> Iterator[None]:
-    """Processes inherit it where the signal is ignored, as by nohup, which these tests may be under
-    themselves."""
+    """Give the signal its default action: processes inherit that it is ignored, as by nohup, which
+    these tests may be under themselves."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -59,7 +59,7 @@ def test_hangups_are_as_many_as_like_to_be(tmp_path: Path) -> None:
         stopped.send_signal(signal.SIGSTOP)
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             waiting.send_signal(number)
-            time.sleep(AGAIN_S + 0.2)
+            time.sleep(REPEAT_S + 0.2)
             assert waiting.poll() is None
         stopped.send_signal(signal.SIGCONT)
         assert_saved(job.end(), tmp_path)
@@ -79,12 +79,12 @@ def test_a_hangup_before_a_launcher_has_ranks(tmp_path: Path) -> None:
         job.launch(2, *endless(tmp_path))
         job.await_handlers()
         job.processes[0].send_signal(signal.SIGHUP)
-        job.end().assert_one_line(75, "stopped by SIGHUP before the ranks had begun")
+        job.end().assert_one_line(75, "stopped by SIGHUP before the ranks started")
 
 
 @pytest.mark.slow
 def test_a_run_under_nohup_goes_on(tmp_path: Path) -> None:
-    """In which SIGHUP is ignored from the beginning."""
+    """Under nohup, SIGHUP is ignored from the beginning."""
 
     def nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -38,7 +38,7 @@ SHARD = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint, ``step``, and one of Hugging Face's, ``hf``."""
+    """Make a folder with a checkpoint, ``step``, and a Hugging Face model, ``hf``."""
     folder = tmp_path_factory.mktemp("made")
     params = init_random(MODEL, seed=5, dtype=torch.float32)
     checkpoint = write_checkpoint(folder / "run", MODEL, params)
@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hostile_names() -> list[str]:
-    """200 of them: paths, devices, control characters, other alphabets, options, lengths."""
+    """Return 200 names: paths, devices, control characters, other alphabets, options, lengths."""
     rng = random.Random(0)
     names = [
         "",
@@ -239,7 +239,7 @@ def pickled(path: Path, canary: Path) -> None:
 
 
 def zipped(path: Path, canary: Path) -> None:
-    """As torch.save writes it."""
+    """Write a payload as torch.save does."""
     torch.save(Payload(canary), path)
 
 
@@ -248,13 +248,13 @@ def source(path: Path, canary: Path) -> None:
 
 
 def archive(path: Path, canary: Path) -> None:
-    """A zip that Python would run."""
+    """Write a zip that Python would run."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("__main__.py", f"open({str(canary)!r}, 'w').close()\n")
 
 
 def with_code(folder: Path, canary: Path) -> None:
-    """Classes of its own, as models on a hub have them."""
+    """Write a model that has its own classes, as models on a hub do."""
     source(folder / "hf/modeling_x.py", canary)
     config = json.loads((folder / "hf/config.json").read_text())
     config["auto_map"] = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_x.X")
@@ -269,7 +269,7 @@ def test_nothing_in_a_file_is_run(made: Path, tmp_path: Path) -> None:
     folders: dict[str, str] = {}
 
     def copy(what: str, kind: str) -> Path:
-        """A folder with the `kind` that is looked at, ``step`` or ``hf``."""
+        """Make a folder with a copy of the `kind` that is looked at, ``step`` or ``hf``."""
         nonlocal number
         number += 1
         folder = tmp_path / f"{number:03}-{kind}"

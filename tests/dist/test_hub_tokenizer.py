@@ -53,7 +53,7 @@ from megapipe.train.main import main
 
 sys.exit(main(sys.argv[1:]))
 """
-"""train.py where the hub, and its cache of this host, are files beside it."""
+"""Program: train.py where the hub, and its cache of this host, are files beside it."""
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ WITHOUT_TORCH = (
     "megapipe.util.dtypes",
     "megapipe.errors",
     "megapipe.config.keys",
-    "megapipe.layers.policy",
+    "megapipe.layers.activation_policy",
     "megapipe.layout",
     "megapipe.config.section",
     "megapipe.config.strict_yaml",
@@ -29,7 +29,7 @@ WITHOUT_TORCH = (
     *(f"megapipe.model.gpt.{name}" for name in ("config", "parameters", "flops")),
     *(f"megapipe.model.gpt.hf.{name}" for name in ("config", "parts", "table")),
     "megapipe.train.job",
-    "megapipe.train.objects",  # both load torch once they know the configuration
+    "megapipe.train.python_api",  # both load torch once they know the configuration
     "megapipe.launch.rendezvous",
     "megapipe.watch",
 )
@@ -40,7 +40,7 @@ RUN_STAGES = (
     "megapipe.plan.kernels",
     "megapipe.plan.cuda_kernels",
 )
-"""Of the plan, who runs the program, with torch."""
+"""Modules of the plan that run the program, with torch."""
 
 
 def run_python(code: str) -> str:
@@ -62,13 +62,14 @@ def test_configuration_schedules_and_plans_load_no_torch() -> None:
     assert not heavy & set(loaded)
 
 
-EXPERTS = ("model.moe.experts=4", "parallel.dp=2", "parallel.ep=2", "log.peak_tflops=1")
-OPEN = ("experts.dispatch=auto", "experts.chunks=auto")
+EXPERTS = ("model.moe.num_experts=4", "parallel.dp=2", "parallel.ep=2", "plan.peak_tflops=1")
+OPEN = ("experts.dispatch=auto", "experts.overlap_chunks=auto")
 
 
 @pytest.mark.parametrize("more", [(), (*EXPERTS, *OPEN)], ids=["dense", "auto"])
 def test_a_plan_of_measured_stages_loads_no_torch(more: tuple[str, ...], tmp_path: Path) -> None:
-    """Of stages, and of layers with experts, that a process has measured before."""
+    """The first plan measures stages and MoE layers with torch, and the second one reads the
+    results."""
     code = (
         f"import os, sys\nos.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n"
         "from megapipe.cli import parse\nfrom megapipe.layout.resolve import resolve\n"
@@ -83,7 +84,7 @@ def test_a_plan_of_measured_stages_loads_no_torch(more: tuple[str, ...], tmp_pat
 
 @pytest.mark.full
 def test_everything_imports_without_the_optional_packages() -> None:
-    """As where they are not installed."""
+    """Modules import as they do where those packages are not installed."""
     names = [name.removesuffix(".__init__") for name in FILES if name not in ADAPTERS]
     blocked = [*OPTIONAL[:2], *OPTIONAL[3:], *KERNELS]
     code = (

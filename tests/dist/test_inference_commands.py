@@ -37,7 +37,7 @@ def test_four_processes_say_what_one_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(write(tmp_path / "run")), "--prompt", "ab", "--prompt", "a longer text"]
-    given += ["--tokens", "6", "--json"]
+    given += ["--max-new-tokens", "6", "--json"]
     assert generate(given) == 0
     alone = capsys.readouterr().out
     outcome = run_forked(tmp_path, 4, *given, *LAYOUT, script="scripts/generate.py")
@@ -64,7 +64,7 @@ def test_an_error_of_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["Ctrl-C", pytest.param("a kill of rank 1", marks=pytest.mark.slow)])
 def test_all_end_together(by: str, tmp_path: Path) -> None:
     folder = str(write(tmp_path / "run"))
-    endless = ["scripts/generate.py", folder, "--pp", "2", "--tokens", "10000000"]
+    endless = ["scripts/generate.py", folder, "--pp", "2", "--max-new-tokens", "10000000"]
     with Job(tmp_path) as job:
         launcher = job.start([*LAUNCH, "2", *endless])
         while len(job.text) < 3:

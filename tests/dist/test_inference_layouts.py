@@ -11,28 +11,28 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Grid, ParallelMesh
-from megapipe.evaluate.choices import Question, answer
+from megapipe.evaluate.multiple_choice import Question, answer
 from megapipe.evaluate.perplexity import measure
 from megapipe.evaluate.scoring import ScoredRow, scores
 from megapipe.evaluate.texts import of_texts
 from megapipe.generate import Generator, Sampling
-from megapipe.layout.family import make_model_spec
+from megapipe.layout.model_spec import make_model_spec
 from megapipe.model.interface import RunShape
 from megapipe.testing import World, run_world
-from tests.parity.held_models import BYTES, held_model
+from tests.parity.in_memory_models import BYTES, held_model
 from tests.parity.reference import init_random
 from tests.unit.model.transformers_models import model_of
 
 CONTEXT = 19
 CASES: dict[str, dict[str, Any]] = {
-    "gpt2": {"document_mask": True, "reset_positions": True},
+    "gpt2": {"document_mask": True, "reset_position_ids": True},
     "llama_gqa": {},
     "gemma2": {},
     "bloom": {},
 }
 """Models of three layers, the first with tied embeddings, and how they read documents."""
 OWN = ("tuples", "parallel")
-"""Models of a user's, which keep no keys and values: the first is not split over tp."""
+"""User models, which keep no keys and values; the first is not split over tp."""
 PROMPTS = ["", "a prompt that is longer than the context", "ab", "ab"]
 SAMPLINGS = (
     Sampling(tokens=7, temperature=0),
@@ -45,7 +45,7 @@ def model_and_weights(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     if case not in OWN:
         built_in = model_of(case).model_copy(update={"vocab_size": 257, "max_positions": CONTEXT})
         return built_in, init_random(built_in, seed=4)
-    source, options = f"tests.parity.own_models:{case}", {"depth": 5}
+    source, options = f"tests.parity.user_models:{case}", {"depth": 5}
     own = ModelConfig(source=source, options=options, vocab_size=257, dtype="fp64")
     shapes = make_model_spec(own, RunShape(CONTEXT, microbatch=1)).shapes()
     draw = torch.Generator().manual_seed(4)
@@ -56,7 +56,7 @@ def model_and_weights(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def everything(case: str, mesh: ParallelMesh | None) -> tuple[list[Any], list[float]]:
-    """Texts that are to be equal, and numbers that are to be equal up to rounding."""
+    """Return texts that are to be equal, and numbers that are to be equal up to rounding."""
     config, params = model_and_weights(case)
     model = held_model(config, params, context=CONTEXT, mesh=mesh, **CASES.get(case, {}))
     texts: list[Any] = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.checkpoint import Checkpoint
-from megapipe.launch.signals import AGAIN_S
+from megapipe.launch.signals import REPEAT_S
 from tests.parity.jobs import (
     ENDLESS,
     ROOT,
@@ -25,19 +25,19 @@ from tests.parity.jobs import (
     tiny,
 )
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.data.data_cases import train_bpe
 
 pytestmark = pytest.mark.full
 
 
 def heed_interrupts() -> None:
-    """As from a keyboard; what a shell starts in the background ignores them."""
+    """Heed SIGINT as from a keyboard; what a shell starts in the background ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 PATIENT = {"parallel.timeout_s": "600"}
-"""Ranks that would wait for each other for longer than a test may take."""
+"""Settings of ranks that would wait for each other for longer than a test may take."""
 
 
 def endless(folder: Path, **more: str) -> list[str]:
@@ -45,7 +45,7 @@ def endless(folder: Path, **more: str) -> list[str]:
 
 
 def assert_saved(outcome: Outcome, folder: Path) -> None:
-    """One line says so, and the checkpoint is there."""
+    """Check that one line says so, and that the checkpoint is there."""
     assert len(outcome.errors) == 1, outcome.text
     assert "stopped by a signal; saved step" in outcome.errors[0]
     assert list((folder / "runs/run/checkpoints").glob("step-*/manifest.json")), outcome.text
@@ -60,12 +60,12 @@ def test_a_process_that_is_interrupted_saves_and_goes_on_later(tmp_path: Path) -
     assert outcome.codes == [75]
     assert_saved(outcome, tmp_path)
     assert outcome.errors[0].startswith("megapipe: stopped by a signal"), "it is no error"
-    _, command = outcome.errors[0].split("; to go on: ")
+    _, command = outcome.errors[0].split("; to continue: ")
     assert shlex.split(command)[1:-1] == shlex.split(
         "-m megapipe launch --nproc 1 -m megapipe train"
     )
     assert command.endswith("runs/run/config.yaml")
-    assert outcome.text.count("Ctrl-C again, more than 1 s after this one, ends at once") == 1
+    assert outcome.text.count("Ctrl-C again, more than 1 s after this one, stops at once") == 1
     assert "Traceback" not in outcome.text
     saved = int(outcome.errors[0].split("saved step ")[1].split()[0])
     again = run_plain(tmp_path, *endless(tmp_path), f"train.stop_after={saved + 1}")
@@ -102,7 +102,7 @@ def test_a_second_interrupt_ends_a_process_that_waits_for_a_peer(tmp_path: Path)
             time.sleep(0.3)
         assert job.processes[0].poll() is None
         job.processes[0].send_signal(signal.SIGUSR1)  # asks, and never ends
-        time.sleep(AGAIN_S)
+        time.sleep(REPEAT_S)
         job.processes[0].send_signal(signal.SIGINT)
         assert job.processes[0].wait(15) == 130
 
@@ -142,7 +142,7 @@ def test_an_interrupt_of_one_rank_ends_those_that_meet(rank: int, tmp_path: Path
 
 
 def test_an_interrupt_under_torchrun_saves_all(tmp_path: Path) -> None:
-    """Its agent hands the signal on to its ranks and gives them half a minute."""
+    """torchrun's agent hands the signal on to its ranks and gives them half a minute."""
     with Job(tmp_path) as job:
         job.torchrun(2, *endless(tmp_path, **{"parallel.pp": "2"}))
         job.await_text("| loss")
@@ -161,7 +161,7 @@ def test_a_signal_under_our_launcher_saves_all(
     to: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     """With the command that goes on, under a launcher with the same options."""
-    options = ["--nproc=2", "--restarts", "3", "--rdzv-timeout", "50"]
+    options = ["--nproc=2", "--max-restarts", "3", "--rdzv-timeout", "50"]
     with Job(tmp_path) as job:
         given = endless(tmp_path, **{"parallel.pp": "2"})
         job.start(["-m", "megapipe.launch", *options, "train.py", *given])
@@ -170,7 +170,7 @@ def test_a_signal_under_our_launcher_saves_all(
         outcome = job.end()
     assert_saved(outcome, tmp_path)
     assert outcome.codes == [75]
-    _, command = outcome.errors[0].split("; to go on: ")
+    _, command = outcome.errors[0].split("; to continue: ")
     launched = ["-m", "megapipe", "launch", *options, "-m", "megapipe", "train"]
     assert shlex.split(command)[1:-1] == launched
     _, _, after = outcome.text.partition(outcome.errors[0] + "\n")
@@ -189,7 +189,7 @@ def test_a_second_interrupt_of_our_launcher_ends_at_once(
         for rank in stopped:
             os.kill(pids[rank], signal.SIGSTOP)
         for _ in range(2):
-            time.sleep(AGAIN_S + 0.2)
+            time.sleep(REPEAT_S + 0.2)
             assert job.processes[0].poll() is None
             job.processes[0].send_signal(signal.SIGINT)
         assert job.processes[0].wait(10) == 130
@@ -252,7 +252,7 @@ def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_p
     """Only one rank hears the signal; the next start goes on from the checkpoint before."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW_DISK.format(root=str(ROOT)))
-    more = {"checkpoint.every": "10", "checkpoint.background": background, "parallel.pp": "2"}
+    more = {"checkpoint.every": "10", "checkpoint.async_save": background, "parallel.pp": "2"}
     given = endless(tmp_path, **more)
     with Job(tmp_path) as job:
         launch = ["-m", "megapipe.launch", "--nproc", "2", str(script)]
@@ -264,7 +264,7 @@ def test_a_save_that_would_outlast_the_grace_is_not_begun(background: str, tmp_p
     (line,) = outcome.errors
     assert re.search(
         r"stopped by a signal; step \d+ of 1000000 is not saved: the last save took [3-9]\S* s, "
-        r"and 0\S* s are left of checkpoint.grace_s=1; to go on: .* -m megapipe train \S+$",
+        r"and 0\S* s are left of checkpoint.grace_s=1; to continue: .* -m megapipe train \S+$",
         line,
     )
     stopped = int(line.split("; step ")[1].split()[0])
@@ -285,14 +285,14 @@ SIGNALS = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
 from megapipe.checkpoint import writer
-from megapipe.launch.signals import AGAIN_S
+from megapipe.launch.signals import REPEAT_S
 from megapipe.train.main import main
 write_shard = writer.write_shard
 left = [signal.SIGTERM, signal.SIGUSR1] if os.environ["RANK"] == "1" else []
 def interrupted(*args, **given):
     while left:
         os.kill(os.getpid(), left.pop(0))
-        time.sleep(AGAIN_S + 0.1)
+        time.sleep(REPEAT_S + 0.1)
     return write_shard(*args, **given)
 writer.write_shard = interrupted
 sys.exit(main(sys.argv[1:]))
@@ -304,7 +304,7 @@ def test_signals_within_a_save(background: str, tmp_path: Path) -> None:
     """The save is finished, and no step is lost."""
     script = tmp_path / "signals.py"
     script.write_text(SIGNALS.format(root=str(ROOT)))
-    more = {"checkpoint.every": "3", "checkpoint.background": background, "parallel.pp": "2"}
+    more = {"checkpoint.every": "3", "checkpoint.async_save": background, "parallel.pp": "2"}
     given = endless(tmp_path, **more)
     outcome = run_forked(tmp_path, 2, *given, script=str(script))
     outcome.assert_one_line(75, "stopped by a signal; saved step")
@@ -400,7 +400,7 @@ def test_a_scheduler_stops_a_rank_that_tokenizes(tmp_path: Path) -> None:
     """With processes of its own, which end with it; alone they would take many seconds."""
     tokenizer = tmp_path / "bpe.json"
     train_bpe(["</s>"]).save(str(tokenizer))
-    given = {**tiny(tmp_path), "data.tokenizer": str(tokenizer), "data.workers": "2"}
+    given = {**tiny(tmp_path), "data.tokenizer": str(tokenizer), "data.tokenizer_workers": "2"}
     texts = tmp_path / "long.jsonl"
     row = json.dumps({"text": (tmp_path / "corpus.txt").read_text()}) + "\n"
     texts.write_text(row * 3000)
@@ -419,7 +419,7 @@ def test_a_scheduler_stops_our_launcher_before_it_has_ranks(tmp_path: Path) -> N
         job.launch(2, *endless(tmp_path))
         job.await_handlers()
         job.processes[0].send_signal(signal.SIGTERM)
-        job.end().assert_one_line(75, "stopped by SIGTERM before the ranks had begun")
+        job.end().assert_one_line(75, "stopped by SIGTERM before the ranks started")
 
 
 @in_parts("number", [signal.SIGUSR1, signal.SIGKILL], full=[signal.SIGUSR1], ids=str)

@@ -18,13 +18,14 @@ from tests.unit.train.objects import Counting, layers, settings
 
 
 def told(rank: int, world: int) -> dict[str, str]:
-    """The variables that Ray sets in a worker."""
+    """Return the variables that Ray sets in a worker."""
     local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": "1", **local}
 
 
 def in_thread(config: dict[str, Any], data: type[Counting] = Counting) -> str:
-    """The folder of a run, or its error, in a thread that is not the main one, as Ray's are."""
+    """Train in a thread that is not the main one, as Ray's are; return the run's folder, or its
+    error."""
     found: list[str] = []
 
     def train() -> None:
@@ -60,9 +61,9 @@ def worker(world: World, folder: str, given: dict[str, Any]) -> list[Any]:
 
 
 def test_a_run_takes_the_group_that_is_there_and_leaves_it(tmp_path: Path) -> None:
-    over_ranks = {"pipeline": {"channels": "process_group"}}
+    over_ranks = {"pipeline": {"transport": "process_group"}}
     for first, *rest in run_world(2, worker, str(tmp_path / "ranks"), over_ranks):
-        second = "RendezvousError: this process group has had a run of megapipe's: expected a group"
+        second = "RendezvousError: this process group has already had a megapipe run: make a new"
         assert rest[0] == rest[2] == 2.0
         assert rest[1].startswith(second)
         run = Path(first)
@@ -77,7 +78,7 @@ class Nothing(Counting):
 
 def worker_without_data(world: World, folder: str) -> list[Any]:
     os.environ.update(told(world.rank, world.size))
-    config = settings(Path(folder)) | {"pipeline": {"channels": "process_group"}}
+    config = settings(Path(folder)) | {"pipeline": {"transport": "process_group"}}
     return [in_thread(config, Nothing), sum_of_ranks()]
 
 
@@ -88,8 +89,9 @@ def test_an_error_is_raised_and_leaves_the_group(tmp_path: Path) -> None:
 
 
 def without_variables(world: World, folder: str) -> list[str]:
-    """A rank of a group that no variables, or those of another job, tell of; or of another kind."""
-    config = settings(Path(folder)) | {"pipeline": {"channels": "process_group"}}
+    """Train in a group that no variables describe, that those of another job do, or of another
+    backend."""
+    config = settings(Path(folder)) | {"pipeline": {"transport": "process_group"}}
     found = [in_thread(config)]
     os.environ.update(told(world.rank, world.size + 1))
     found.append(in_thread(config))
@@ -104,14 +106,12 @@ def test_a_group_that_cannot_be_taken_is_told_in_one_line(tmp_path: Path) -> Non
     for *unknown, other in run_world(2, without_variables, str(tmp_path)):
         for line in unknown:
             assert line.startswith(
-                "RendezvousError: this process is in a process group already, of"
+                "RendezvousError: this process is already in a process group, and"
             )
-            assert line.endswith(
-                "or a call from outside of any group, and not within megapipe.spawn"
-            )
+            assert line.endswith("or call outside of any group and of megapipe.spawn")
         assert other == (
-            "LaunchError: the process group that is there is one of nccl, and this run needs gloo: "
-            "expected one that is made with backend=gloo"
+            "LaunchError: the existing process group has backend nccl, but this run needs "
+            "gloo: make it with backend=gloo"
         )
 
 

@@ -12,17 +12,17 @@ import pytest
 from megapipe.cli import parse
 from megapipe.testing import World, run_world
 from tests.parity import named_settings
-from tests.parity.marks import one_of
 from tests.parity.ranks import Case, Outcome, check_case, run_case
+from tests.parity.tiers import one_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DENSE = ("mt_nlg_530b", "bloom_176b")
 MIXTURES = {
-    "gpt2_switch": {"experts": 8},
-    "mixtral_8x7b": {"experts": 4},
-    "qwen3_30b_a3b": {"experts": 8, "top_k": 3, "ffn": 12},
+    "gpt2_switch": {"num_experts": 8},
+    "mixtral_8x7b": {"num_experts": 4},
+    "qwen3_30b_a3b": {"num_experts": 8, "top_k": 3, "expert_ffn_hidden": 12},
 }
-"""With sizes for a case."""
+"""Presets with experts, and their fields that get sizes for a case."""
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
 OWN = ("vocab_size", "max_positions", "dtype", "tied_embeddings", "dropout", "source", "options")
 """Fields that a case has of its own."""
@@ -59,7 +59,7 @@ QWEN3 = Case(
 
 
 def models() -> Any:
-    """What the presets' models are besides their sizes."""
+    """Patch in what the presets' models are besides their sizes."""
     found, experts = {}, {}
     for name in (*DENSE, *MIXTURES):
         fields = parse([str(CONFIGS / f"{name}.yaml")]).config.model.model_dump()

@@ -18,13 +18,13 @@ from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from megapipe.errors import ConfigError, DataError, LaunchError
 from megapipe.launch import rendezvous, shutdown, stores
-from megapipe.launch.place import LaunchInfo, find_launch_info, first_host
+from megapipe.launch.launch_info import LaunchInfo, find_launch_info, first_host
 from megapipe.launch.rendezvous import RendezvousError
 from megapipe.launch.shutdown import Shutdown
-from megapipe.words import ranges
+from megapipe.text import ranges
 from tests.parity import threads
 from tests.parity.jobs import free_port
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 TORCHRUN = {
     "RANK": "9",
@@ -167,17 +167,17 @@ def test_the_place_under_srun_with_variables_of_mpi() -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (HYDRA, "2 of 4 processes are on this host.*expected MASTER_ADDR"),
+        (HYDRA, "2 of 4 processes are on this host.*set MASTER_ADDR to it"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=''"),
         ({"PMI_SIZE": "4"}, "PMI_RANK=''"),
-        ({"SLURM_PROCID": "2"}, "one of 1 tasks.*SLURM_STEP_NUM_TASKS is not set"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "one of 4 tasks.*start it with srun"),
+        ({"SLURM_PROCID": "2"}, "one of 1 SLURM tasks.*SLURM_STEP_NUM_TASKS is not set"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "one of 4 SLURM tasks.*start it with srun"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID is not set.*RANK=0 WORLD_SIZE=1"),
-        ({"PET_NNODES": "2"}, "PET_NNODES=2 tells of several pods.*torchrun.*set RANK, WORLD"),
-        ({"PET_NNODES": "1:3"}, "PET_NNODES=1:3 tells"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX=0 tells of .*RANK=0 WORLD_SIZE=1"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 is of a launcher.*set RANK, WORLD_SIZE"),
-        ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK=1 is of a launcher"),
+        ({"PET_NNODES": "2"}, "PET_NNODES=2 means several pods.*torchrun.*set RANK, WORLD"),
+        ({"PET_NNODES": "1:3"}, "PET_NNODES=1:3 means several pods"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX=0 .*RANK=0 WORLD_SIZE=1"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0 comes from a launcher.*set RANK, WORLD_SIZE"),
+        ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK=1 comes from a launcher"),
         ({**TORCHRUN, "MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b': expected the name or address"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_process_of_several_that_cannot_tell_its_place(
     ],
 )
 def test_one_process_in_an_allocation(environ: dict[str, str]) -> None:
-    """Of salloc's shell, and of a batch script or a job of Kubeflow that has one task."""
+    """It may be salloc's shell, a batch script or a job of Kubeflow that has one task."""
     assert find_launch_info(environ) == LaunchInfo()
 
 
@@ -253,7 +253,7 @@ def port() -> Iterator[int]:
 
 
 def at_once(world: int, port: int, work: Callable[[LaunchInfo, PrefixStore], Any]) -> list[Any]:
-    """What `work` gives on each of the ranks, which meet in a store: a result or an exception."""
+    """Run `work` on ranks that meet in a store; return each one's result or exception."""
 
     def on_rank(rank: int) -> Any:
         info = LaunchInfo(rank, world, rank, world, port=port, hosted=True)
@@ -300,7 +300,7 @@ def test_a_start_finds_nothing_of_the_one_before(
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late(port: int, late: int) -> None:
-    """Those that wait for the values of rank 0 are not late."""
+    """Ranks that wait for the values of rank 0 are not late."""
 
     def compare(info: LaunchInfo, store: PrefixStore) -> None:
         if info.rank != late:
@@ -321,7 +321,7 @@ def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) 
         other.bind(("127.0.0.1", 0))
         other.listen()
         info = LaunchInfo(1, 2, 1, 2, port=other.getsockname()[1], launched=True)
-        with pytest.raises(RendezvousError, match="no rendezvous store"):
+        with pytest.raises(RendezvousError, match="not a rendezvous store"):
             rendezvous.open_store(info, 60)
         with pytest.raises(RendezvousError, match="the port is in use"):
             rendezvous.open_store(replace(info, rank=0), 60)
@@ -332,7 +332,7 @@ def test_a_port_that_something_else_listens_on(monkeypatch: pytest.MonkeyPatch) 
 
 
 def captured(work: Callable[[], Any]) -> tuple[Any, str]:
-    """The result and what went to standard error, of all threads."""
+    """Return the result of `work`, and what all threads wrote to standard error."""
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         result = work()
@@ -392,7 +392,7 @@ def test_a_lost_peer_is_news_only_if_it_did_not_say_why(port: int) -> None:
 
 
 def stuck(port: int, path: str, timeout_s: float) -> None:
-    """A rank inside something that notices nothing."""
+    """Run a rank that is inside something that notices nothing."""
     info = LaunchInfo(1, 2, 0, 1, port=port, hosted=True)
     with open(path, "w") as sys.stderr:
         end = Shutdown(info, rendezvous.open_store(info, 10), timeout_s=timeout_s)
@@ -401,7 +401,7 @@ def stuck(port: int, path: str, timeout_s: float) -> None:
 
 
 class Link:
-    """Carries what a store is told and answers, until it is `cut`: then nothing, though no
+    """Carries what a store is told and answers until it is `cut`; then nothing passes, though no
     connection is closed."""
 
     def __init__(self, server: int) -> None:

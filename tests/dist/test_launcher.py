@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.launch.launcher import main
 from tests.parity.jobs import ROOT, Job, Outcome, free_port
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 SHOW = (
     "named = [os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]; "
@@ -37,7 +37,7 @@ def test_the_exit_code_is_that_of_the_first_to_fail(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_signal_that_comes_when_the_code_is_known_changes_nothing(tmp_path: Path) -> None:
-    """As of a scheduler that ends all launchers when one has ended."""
+    """The signal may be a scheduler's, which ends all launchers when one has ended."""
     with Job(tmp_path) as job:
         options = ["-m", "megapipe.launch", "--nproc=1", "--verdict", str(tmp_path / "verdict")]
         launcher = job.start([*options, *program("sys.exit(2)")])
@@ -57,7 +57,7 @@ def test_a_rank_that_was_killed_is_spoken_for(tmp_path: Path) -> None:
     outcome = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(600)")
     assert outcome.codes == [128 + signal.SIGKILL]
     assert outcome.errors == [
-        "megapipe: error: rank 2 was killed by SIGKILL; the system does so when memory runs out"
+        "megapipe: error: rank 2 was killed by SIGKILL; the system does this when memory runs out"
     ]
     assert len(outcome.text.splitlines()) == 1
 
@@ -141,7 +141,7 @@ def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
     nodes += ["--rdzv-timeout", "2"]
     with Job(tmp_path) as job:
         job.start(["-m", "megapipe.launch", *nodes, *program("pass")])
-        job.end().assert_one_line(4, "no-such-host.invalid:1", "the nodes do not meet")
+        job.end().assert_one_line(4, "no-such-host.invalid:1", "the rendezvous failed")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 
 
 def on_a_rank(world: World) -> list[tuple[list[float], list[int], dict[str, Tensor]]]:
-    """Two steps under each schedule, with batches of two sizes: losses, the modules here, grads."""
+    """Train two steps under each schedule, with batches of two sizes; return losses, local modules,
+    gradients."""
     found = []
     for name, options in SCHEDULES:
         modules = layers(dropout=0.2)
@@ -78,6 +79,6 @@ def unlike_meta(world: World) -> str:
 @pytest.mark.full
 def test_what_ranks_cannot_do_is_one_line_on_each() -> None:
     for text in run_world(2, tied):
-        assert text.startswith("modules: stages 0 and 1 share a parameter of shape [11, 8], and ")
+        assert text.startswith("modules: stages 0 and 1 share a parameter of shape [11, 8] but ")
     for text in run_world(2, unlike_meta):
         assert text.startswith("module 2 fails on the meta device: ")

@@ -98,7 +98,7 @@ def test_a_run_begins_with_a_base_and_goes_on_at_another_layout(tmp_path: Path) 
             )
 
     for ranks, kind, words in (
-        (no_base, ConfigError, "lora.rank=2 trains adapters beside weights that stay"),
+        (no_base, ConfigError, "lora.rank=2 trains adapters on frozen weights"),
         (all_of_it, CheckpointError, "has no adapters, and lora.rank=2"),
         (none, CheckpointError, "has adapters, lora.rank=2: expected the same lora section"),
     ):
@@ -108,7 +108,7 @@ def test_a_run_begins_with_a_base_and_goes_on_at_another_layout(tmp_path: Path) 
 
 
 def check_export(trained: Checkpoint, folder: Path) -> None:
-    """The merged model's logits are those of the adapted one."""
+    """Check that the merged model's logits are those of the adapted one."""
     from transformers import AutoModelForCausalLM
 
     export(trained, folder / "merged", dtype="fp32")
@@ -133,8 +133,8 @@ EXCHANGING = [
 
 
 def exchanged(world: World) -> list[tuple[Counter[str], Counter[str]]]:
-    """Values of 8 bytes that a step of each case exchanges over tp, by collective: those that were,
-    and the plan's."""
+    """Return how many 8-byte values a step of each case exchanges over tp, by collective: as
+    recorded, and as planned."""
     found = []
     for case in EXCHANGING:
         config, layout = configure(case)

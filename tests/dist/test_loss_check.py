@@ -29,8 +29,8 @@ def shared_mean(logits, labels, mask):
 )
 def test_a_mean_is_told_once(tmp_path: Path, loss: str, layout: str) -> None:
     (tmp_path / "my_loss.py").write_text(SOURCE)
-    settings = tiny(tmp_path) | {"train.loss": f"my_loss:{loss}"}
+    settings = tiny(tmp_path) | {"train.loss_function": f"my_loss:{loss}"}
     outcome = run_forked(tmp_path, 2, *arguments(settings), layout)
     assert outcome.codes == [0, 0], outcome.text
-    assert outcome.text.count(f"train.loss=my_loss:{loss} is ") == 1
+    assert outcome.text.count(f"train.loss_function=my_loss:{loss} is ") == 1
     assert outcome.text.index("as a mean would be") < outcome.text.index("step 1/3")

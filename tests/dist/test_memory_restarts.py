@@ -40,17 +40,21 @@ class Fault(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 callbacks = [Fault()]
 """
-MEMORY = {"checkpoint.memory_every": "2", "checkpoint.every": "0", "checkpoint.every_minutes": "0"}
+MEMORY = {
+    "checkpoint.in_memory_every": "2",
+    "checkpoint.every": "0",
+    "checkpoint.every_minutes": "0",
+}
 WANTED = {**MEMORY, "train.steps": "9", "train.global_batch": "6", "model.dropout": "0.1"}
 LAYOUTS = {
     "tp2 dp2": (4, {"parallel.tp": "2", "parallel.dp": "2", "model.dropout": "0"}),
     "pp2 dp2 zero 3": (4, {"parallel.pp": "2", "parallel.dp": "2", "optimizer.zero": "3"}),
-    "dp3 in the background": (3, {"parallel.dp": "3", "checkpoint.background": "true"}),
+    "dp3 in the background": (3, {"parallel.dp": "3", "checkpoint.async_save": "true"}),
 }
 
 
 def faults(folder: Path, kills: Mapping[int, int]) -> Path:
-    """Callbacks by which these ranks are killed before these steps, each once."""
+    """Write callbacks by which these ranks are killed before these steps, each once."""
     path = folder / "faults.py"
     path.write_text(FAULTS.format(folder=str(folder), memory=ENVIRONMENT))
     for step, rank in kills.items():
@@ -59,15 +63,16 @@ def faults(folder: Path, kills: Mapping[int, int]) -> Path:
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
-    """By step, as they were told last."""
+    """Return the loss of each step, as it was logged last."""
     lines = (folder / "runs" / name / "log.jsonl").read_text().splitlines()
     records = map(json.loads, lines)
     return {each["step"]: each["loss"] for each in records if each["kind"] == "step"}
 
 
 def assert_as_whole(folder: Path, world: int, settings: Mapping[str, str]) -> None:
-    """The run is to the bit the one that nobody has killed, and has one checkpoint."""
-    whole = {**settings, "run.name": "whole", "checkpoint.memory_every": "0"}
+    """Check that the run equals, to the bit, the one that nobody has killed, and has one
+    checkpoint."""
+    whole = {**settings, "run.name": "whole", "checkpoint.in_memory_every": "0"}
     outcome = run_forked(folder, world, *arguments(whole))
     assert set(outcome.codes) == {0}, outcome.text
     assert losses(folder, "run") == losses(folder, "whole")
@@ -77,8 +82,8 @@ def assert_as_whole(folder: Path, world: int, settings: Mapping[str, str]) -> No
 
 
 def resumed(outcome: Outcome) -> list[int]:
-    """The steps from which starts went on from memory."""
-    found = re.findall(r"resumed from the copy in memory (/\S+) at step (\d+)", outcome.text)
+    """Return the steps from which starts went on from memory."""
+    found = re.findall(r"resumed from the in-memory checkpoint (/\S+) at step (\d+)", outcome.text)
     assert len(found) == outcome.text.count("resumed from"), outcome.text
     for path, _ in found:
         assert not Path(path).parent.exists(), "it is removed when the job ends"
@@ -94,7 +99,7 @@ def test_a_kill_costs_no_more_steps_than_lie_between_copies(layout: str, tmp_pat
     world, given = LAYOUTS[layout]
     settings = {**tiny(tmp_path), **WANTED, **given}
     kills = {4: world - 1, 7: 0}
-    launch = ["--nproc", str(world), "--restarts", "1", "train.py", *arguments(settings)]
+    launch = ["--nproc", str(world), "--max-restarts", "1", "train.py", *arguments(settings)]
     with Job(tmp_path, 120) as job:
         job.start(launched_with(faults(tmp_path, kills), *launch))
         outcome = job.end()
@@ -108,7 +113,7 @@ def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **WANTED, "parallel.dp": "2"}
     (tmp_path / "lose-node1").touch()
     port = free_port()
-    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-id", "a", "--restarts", "1"]
+    nodes = ["--nnodes", "2", "--nproc", "1", "--rdzv-id", "a", "--max-restarts", "1"]
     nodes += ["--rdzv-endpoint", f"localhost:{port}", "train.py", *arguments(settings)]
     command = launched_with(faults(tmp_path, {6: 1}), *nodes)
     with Job(tmp_path, 120) as job:
@@ -124,7 +129,7 @@ def test_a_node_loses_its_memory_between_starts(tmp_path: Path) -> None:
 
 
 def memory_of(launcher: Popen[bytes]) -> Path:
-    """The folder of a launcher, once there are ranks."""
+    """Return the folder of a launcher that has started ranks."""
     for owner in MEMORY_ROOT.glob(f"{PREFIX}*/{OWNER}"):
         if json.loads(owner.read_text())["process"] == launcher.pid:
             return owner.parent
@@ -138,9 +143,9 @@ def test_the_folder_goes_with_the_launcher(number: signal.Signals, tmp_path: Pat
     """One that is told to stop."""
     settings = {**tiny(tmp_path), **ENDLESS, **MEMORY}
     with Job(tmp_path) as job:
-        launch = ["-m", "megapipe.launch", "--restarts", "2", "train.py"]
+        launch = ["-m", "megapipe.launch", "--max-restarts", "2", "train.py"]
         launcher = job.start([*launch, *arguments(settings)])
-        job.await_text("to memory in")
+        job.await_text("in-memory checkpoint of step")
         memory = memory_of(launcher)
         assert any(memory.glob("step-*"))
         assert memory.stat().st_mode & 0o777 == 0o700
@@ -152,21 +157,21 @@ def test_the_folder_goes_with_the_launcher(number: signal.Signals, tmp_path: Pat
 @pytest.mark.slow
 def test_the_folder_goes_between_two_starts_and_is_cleared_by_the_next(tmp_path: Path) -> None:
     settings = {**tiny(tmp_path), **ENDLESS, **MEMORY}
-    launch = ["-m", "megapipe.launch", "--restarts", "2"]
+    launch = ["-m", "megapipe.launch", "--max-restarts", "2"]
     with Job(tmp_path) as job:
         launcher = job.start([*launch, "train.py", *arguments(settings)])
-        job.await_text("to memory in")
+        job.await_text("in-memory checkpoint of step")
         memory = memory_of(launcher)
-        job.kill_ranks("to memory in")
-        job.await_text("starting again")
+        job.kill_ranks("in-memory checkpoint of step")
+        job.await_text("restarting")
         launcher.send_signal(signal.SIGTERM)
         outcome = job.end()
         assert outcome.codes == [75]
-        assert "while it was to be started again" in outcome.errors[-1]
+        assert "while it waited for a restart" in outcome.errors[-1]
         assert not memory.exists()
     with Job(tmp_path) as job:
         launcher = job.start([*launch, "train.py", *arguments({**settings, "run.name": "b"})])
-        job.await_text("to memory in")
+        job.await_text("in-memory checkpoint of step")
         memory = memory_of(launcher)
         launcher.kill()
         assert job.end().codes[0] == -signal.SIGKILL

@@ -16,7 +16,7 @@ from megapipe.testing import GROUP_TIMEOUT_S, World, run_world
 
 GRIDS = (Grid(pp=2, dp=2, tp=2), Grid(pp=2, cp=2, tp=2), Grid(dp=4, tp=2), Grid(pp=8))
 PARTS = (1.0, 1e8, -1e8, 1.0)
-"""Sums of these in fp32 depend on the order."""
+"""Terms whose sums in fp32 depend on the order."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ def visit(world: World) -> Seen:
 
 
 def visit_axes(world: World, grid: Grid, seen: Seen) -> None:
-    """Add up ranks along each axis, over the mesh's groups."""
+    """Sum ranks along each axis, over the mesh's groups."""
     mesh = world.mesh(grid)
     _, *made = dist.distributed_c10d._world.pg_group_ranks.values()
     seen.made.append([list(ranks) for ranks in made])

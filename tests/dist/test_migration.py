@@ -22,17 +22,17 @@ from megapipe.plan.moe.migration_traffic import migration_traffic
 from megapipe.testing import World, run_world
 from megapipe.train.resume.load import load
 from tests.parity import reference
-from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import recording
-from tests.parity.drawn_owners import drawn_map
-from tests.parity.marks import in_parts, selected
+from tests.parity.forced_routing import chosen
 from tests.parity.migration_faults import CASE, FAULTS, run_faults
 from tests.parity.moved_experts import begun, by_draw, layers_of, run_moving, with_policy
 from tests.parity.outcome import Outcome, Parts, assemble, local_copies, own_values
+from tests.parity.random_owners import drawn_map
 from tests.parity.ranks import Case, Rows, check_case, configure, run_case
+from tests.parity.tiers import in_parts, selected
 
 SEEDS = (1, 2, 0)
-"""Of the maps that are taken over one after the other; in the end experts are as at first."""
+"""Seeds of the maps that are taken over in turn; in the end experts are as at first."""
 BASE = Case(dp=4, ep=2, moe="top 2", layers=2)
 MOVED = [
     *(replace(BASE, zero=zero) for zero in (0, 1, 2, 3)),
@@ -40,11 +40,12 @@ MOVED = [
     replace(BASE, ep=4, dtype="bf16", state_dtype="bf16", offload="host", rule="muon"),
     replace(BASE, dp=2, pp=2, schedule="chimera", layers=4),
 ]
-"""Whole copies, slices of all kinds, parts of experts, narrow values elsewhere, several holders."""
+"""Cases of replicated experts, shards of all kinds, parts of experts, narrow values elsewhere,
+several holders."""
 
 
 class Seen(NamedTuple):
-    """Of a rank, at one moment."""
+    """What a rank has at one moment."""
 
     values: dict[str, Parts]
     copies: Parts
@@ -75,7 +76,7 @@ def moved(world: World, cases: Sequence[Case]) -> list[list[Seen]]:
 
 
 def whole_values(case: Case, ranks: Sequence[Seen]) -> dict[str, dict[str, Any]]:
-    """Masters and states of all ranks together, and the weights that they compute with."""
+    """Join master weights and states of all ranks, and the weights that they compute with."""
     config, _ = configure(case)
     like = {n: torch.empty(shape) for n, shape in reference.shapes(config.model).items()}
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank.values)
@@ -104,7 +105,7 @@ def assert_same_values(
 
 @pytest.fixture(scope="module")
 def moments(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    """By case, what all ranks had, moment by moment."""
+    """Return what all ranks had in each case, moment by moment."""
     cases = [*selected(request, "case", dict.fromkeys(MOVED))]
     ranks = run_world(4, moved, cases)
     return {
@@ -153,17 +154,17 @@ BITWISE = [
     replace(BASE, zero=zero, clip=None, model="llama", dtype=dtype, steps=4)
     for zero, dtype in ((2, "bf16"), (0, "fp64"), (1, "fp32"))
 ]
-"""Experts have a multiple of 16 values in each parameter."""
+"""Cases whose experts have a multiple of 16 values in each parameter."""
 
 
 def moved_and_not(world: World, case: Case) -> tuple[Outcome, Outcome]:
-    """Experts move every second step, and they stay."""
+    """Train with experts that move every second step, and with ones that stay."""
     return run_moving(world, case, every=2), run_case(world, case)
 
 
 @in_parts("case", BITWISE, full=3, ids=lambda case: case.name)
 def test_the_trajectory_is_the_same_to_the_bit_whoever_owns_experts(case: Case) -> None:
-    """Row 7.05: without clipping, whose norm is summed in the order of places."""
+    """Cases do not clip: the norm would be summed in the order of the experts' slots."""
     others, plain = zip(*run_world(4, moved_and_not, case), strict=True)
     for a, b in zip(others, plain, strict=True):
         assert a.losses == b.losses
@@ -183,13 +184,14 @@ LAYOUTS = [
     replace(BASE, dp=2, pp=2),
     replace(BASE, cp=2, dp=2, ep=1, zero=3),
 ]
-"""In all but the last experts move."""
+"""Cases; in all but the last experts move."""
 SAVED = 2
-"""Steps."""
+"""Number of steps before a save."""
 
 
 def skewed(world: World) -> tuple[list[tuple[int, ...]], list[float]]:
-    """All tokens go to two experts, which one rank has and in the pool two."""
+    """Train with all tokens on two experts; one rank has both of them, but the pool has them on
+    two."""
     case = replace(CASE, steps=2)
     with tempfile.TemporaryDirectory() as folder, chosen([[1, 0]]):
         config, layout = with_policy(case, folder, owners=[0, 1, 0, 1])
@@ -211,15 +213,16 @@ TOLD = [
     replace(BASE, ep=4, zero=1, dtype="bf16", state_dtype="bf16"),
     replace(BASE, dp=2, tp=2, sequence_parallel=True, etp=2, zero=3, layers=3),
 ]
-"""Copies of whole experts, slices of them, experts that are nowhere else, and parts of experts."""
+"""Cases of replicated experts, shards of them, experts that are nowhere else, and parts of
+experts."""
 
 
 Told = Counter[tuple[str, str]]
-"""By axis and kind of collective."""
+"""Numbers of calls, or of bytes, by axis and kind of collective."""
 
 
 def told(world: World, cases: Sequence[Case]) -> list[tuple[Told, Told]]:
-    """Calls and bytes by which all experts change their owners."""
+    """Return the calls and bytes by which all experts change their owners."""
     found = []
     for case in cases:
         config, layout = configure(case)
@@ -273,7 +276,7 @@ class Kept(NamedTuple):
 
 
 def pairs(world: World, cases: Sequence[Case]) -> tuple[list[Kept], list[list[Kept]]]:
-    """What each layout saves, and what each makes of all that was saved."""
+    """Return what each layout saves, and what each loads from all that was saved."""
     saved, loaded = [], []
     with tempfile.TemporaryDirectory() as folder:
         shared = shared_folder(world, folder)
@@ -295,7 +298,7 @@ def pairs(world: World, cases: Sequence[Case]) -> tuple[list[Kept], list[list[Ke
 
 
 def shared_folder(world: World, folder: str) -> Path:
-    """That of the first rank."""
+    """Return the folder of the first rank."""
     world.restart()
     names = [folder]
     torch.distributed.broadcast_object_list(names)
@@ -330,11 +333,12 @@ class OneNode:
                 path.unlink()
 
     def release(self) -> None:
-        """Nothing was brought."""
+        """Do nothing: nothing was fetched."""
 
 
 def stopped(world: World, case: Case) -> list[tuple[list[float], Kept]]:
-    """In one go; the same after a return to what was saved on the way; in another process."""
+    """Train in one go, again after a return to what was saved on the way, and in another
+    process."""
 
     def trained(step: TrainStep, start: int) -> tuple[list[float], Kept]:
         layers = len(list(layers_of(step)))

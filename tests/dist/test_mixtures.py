@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.observe.samples import check, read_samples
+from megapipe.observe.sample_log import check, read_samples
 from tests.parity.jobs import Job, arguments, tiny, write_corpus
 from tests.parity.launches import run_forked
 
@@ -16,10 +16,10 @@ SOURCES = {"long": 900, "short": 300, "rare": 200}
 
 
 def settings(folder: Path, **given: str) -> dict[str, str]:
-    """Of a mixture in which `rare` is used up early, and `long` fades."""
+    """Return the settings of a mixture in which `rare` is used up early, and `long` fades."""
     texts = {name: write_corpus(folder.parent / f"{name}.txt", n) for name, n in SOURCES.items()}
     folder.mkdir(exist_ok=True)
-    usual = {**tiny(folder), "data.cache": str(folder.parent / "cache"), "log.samples": "true"}
+    usual = {**tiny(folder), "data.cache": str(folder.parent / "cache"), "log.sample_ids": "true"}
     del usual["data.source"]
     usual |= {f"data.mixture.{name}.source": str(path) for name, path in texts.items()}
     usual |= {
@@ -78,7 +78,8 @@ def test_losses_of_sources_are_the_same_in_every_layout(tmp_path: Path) -> None:
 def test_each_sample_is_taken_once_over_a_kill_and_other_layouts_and_batches(
     tmp_path: Path,
 ) -> None:
-    """Killed by -9 after a checkpoint, and two goes more, of which the first one is stopped."""
+    """The run is killed by -9 after a checkpoint, and goes on twice, each time in another
+    layout."""
     folder = tmp_path / "run"
     first = settings(folder, **{"parallel.dp": "2", "checkpoint.every": "2", "train.steps": "400"})
     with Job(folder) as job:

@@ -1,4 +1,4 @@
-"""Runs that begin from folders of Hugging Face's and from weights, and exports of any layout."""
+"""Runs that begin from Hugging Face folders and from weights, and exports of any layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ BATCH = 8
 
 
 def write_folder(folder: Path, case: str, **changes: Any) -> dict[str, str]:
-    """``folder/hf`` with random weights; settings of a run of the model that begins from it."""
+    """Write ``folder/hf`` with random weights; return the settings of a run of the model that
+    begins from it."""
     model = model_of(case).model_copy(
         update={"dtype": "fp32", "vocab_size": 257, "layers": 4, **changes}
     )
@@ -149,7 +150,7 @@ def test_exports_during_a_run_are_those_of_its_checkpoints(tmp_path: Path) -> No
 
 
 def play_with_a_wrong_table(world: World, *given: Any) -> list[dict[str, Any]]:
-    """A run's rank, for which Llama's class rotates a share of a head's values."""
+    """Play a rank on which Llama's class rotates a share of a head's values."""
     row = TABLE["llama"]
     parts = tuple(PARTIAL_ROPE if part is ROPE else part for part in row.parts)
     TABLE["llama"] = replace(row, parts=parts)
@@ -164,7 +165,7 @@ def test_an_export_that_is_another_model_is_refused_before_the_first_step(tmp_pa
         "model.bias": "false",
         "model.tied_embeddings": "false",
     }
-    settings = {**llama, "model.rotary_share": "0.5", "checkpoint.export_every": "3"}
+    settings = {**llama, "model.rope.percent": "0.5", "checkpoint.export_every": "3"}
     base = {**tiny(tmp_path), **BASE}
     for ranks in run_world(2, play_with_a_wrong_table, base, [Play("run", settings)]):
         ((kind, text),) = (rank["error"] for rank in ranks)
@@ -206,12 +207,12 @@ def test_weights_full_checkpoints_and_exports_of_one_run(tmp_path: Path) -> None
 
 def test_how_a_run_goes_on_otherwise_than_its_folder_is_told(tmp_path: Path) -> None:
     given = write_folder(tmp_path, "qwen3_moe")
-    assert given["model.moe.balance"] == "0.01"
-    changed = {**given, "model.moe.balance": "0.03", "train.stop_after": "1"}
+    assert given["model.moe.aux_loss_coeff"] == "0.01"
+    changed = {**given, "model.moe.aux_loss_coeff": "0.03", "train.stop_after": "1"}
     run(tmp_path, Play("run", changed), Play("same", {**given, "train.stop_after": "1"}), world=1)
-    told = f"trains with model.moe.balance=0.03, where {tmp_path / 'hf'} has 0.01: set "
-    assert f"{told}model.moe.balance=0.01 to train with that" in notes_of(tmp_path, "run")
-    assert not [line for line in notes_of(tmp_path, "same") if "moe.balance" in line]
+    told = f"trains with model.moe.aux_loss_coeff=0.03, where {tmp_path / 'hf'} has 0.01: set "
+    assert f"{told}model.moe.aux_loss_coeff=0.01 to train with that" in notes_of(tmp_path, "run")
+    assert not [line for line in notes_of(tmp_path, "same") if "moe.aux_loss_coeff" in line]
 
 
 def notes_of(folder: Path, name: str) -> list[str]:
@@ -220,7 +221,7 @@ def notes_of(folder: Path, name: str) -> list[str]:
 
 
 def began_with(folder: Path, name: str) -> str:
-    begins = "begins with the weights of "
+    begins = "starts with the weights of "
     (found,) = (line for line in notes_of(folder, name) if line.startswith(begins))
     return found.removeprefix(begins)
 
@@ -259,7 +260,7 @@ def test_weights_of_another_run(tmp_path: Path) -> None:
     assert refused["error"][0] is CheckpointError
     assert "optimizer.rule=lion" in refused["error"][1]
     assert deeper["error"][0] is CheckpointError
-    for words in ("model.layers is 5, there 4", "model.norm is rmsnorm, there layernorm"):
+    for words in ("model.layers is 5, stored is 4", "model.norm is rmsnorm, stored is layern"):
         assert words in deeper["error"][1]
 
 
@@ -277,7 +278,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
         if "-00002-of-" not in path.name:
             (tmp_path / "cut" / path.name).write_bytes(path.read_bytes())
     cases: list[Wrong] = [
-        ({"model.ffn_hidden": "48"}, CheckpointError, "ffn_hidden is 48, there 40; megapipe con"),
+        ({"model.ffn_hidden": "48"}, CheckpointError, "ffn_hidden is 48, stored is 40; megapipe"),
         ({"checkpoint.load": "latest"}, CheckpointError, "checkpoint.load: latest: no run in"),
         ({"checkpoint.load": str(tmp_path / "none")}, CheckpointError, "is neither a checkpoint"),
         ({"checkpoint.load": str(tmp_path / "opt")}, ConfigError, "model_type 'opt' is not"),

@@ -18,7 +18,7 @@ SOURCES = {name: text for text, name in BLOCKS.items()}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with all modules of the page."""
+    """Make a folder with all modules of the page."""
     for name, text in SOURCES.items():
         (tmp_path / f"{name}.py").write_text(text)
     return tmp_path
@@ -48,7 +48,7 @@ def test_the_page_has_its_examples() -> None:
 @pytest.mark.parametrize(
     ("module", "world", "overrides"),
     [
-        ("plain_model", 2, ["parallel.pp=2", "pipeline.layout=L*3 | L*3"]),
+        ("plain_model", 2, ["parallel.pp=2", "pipeline.stage_layout=L*3 | L*3"]),
         pytest.param(
             *("split_model", 3, ["parallel.pp=3", "pipeline.schedule=zb_h1", "optimizer.zero=2"]),
             marks=pytest.mark.slow,
@@ -69,7 +69,7 @@ def test_a_level_trains_goes_on_and_generates(
     outcome = train(folder, world, "cut", source, *overrides)
     assert "resumed from" in outcome.text
     assert losses(folder, "cut") == pytest.approx(losses(folder, "alone"), rel=1e-10)
-    argv = ["runs/cut", "--prompt", "the cat", "--tokens", "5"]
+    argv = ["runs/cut", "--prompt", "the cat", "--max-new-tokens", "5"]
     found = fork_script(folder, "scripts/generate.py", *argv)
     assert found.code == 0, found.err
     assert found.out.startswith("the cat")
@@ -78,7 +78,7 @@ def test_a_level_trains_goes_on_and_generates(
 @pytest.mark.slow
 def test_a_loss_of_ones_own(folder: Path) -> None:
     """With the built-in model and with one's own; smoothing makes it another loss."""
-    given = "train.loss=my_loss:smoothed"
+    given = "train.loss_function=my_loss:smoothed"
     train(folder, 1, "plain", "model.source=plain_model:layers")
     train(folder, 2, "own", "model.source=plain_model:layers", given, "parallel.pp=2")
     train(folder, 1, "built-in", given)

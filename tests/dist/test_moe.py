@@ -23,7 +23,6 @@ from tests.parity import moe_faults, reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
 from tests.parity.cases import Rows, settings
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.moe_faults import FAULTS
 from tests.parity.pair_runs import check_cases
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
@@ -37,6 +36,7 @@ from tests.parity.stopped_runs import (
     checkpoint,
     run,
 )
+from tests.parity.tiers import in_parts, one_of, selected
 
 PIPELINE = Case(pp=2, m=3, moe="top 2", masked=0.3)
 ALONE = Case(moe="top 2", model="llama")
@@ -60,7 +60,7 @@ def test_a_batch_without_an_unmasked_token() -> None:
 
 
 def test_a_pyramid() -> None:
-    """Row 7.09: with a shared MLP and softmax over both, PR-MoE."""
+    """The model is PR-MoE's, with a shared MLP and softmax over both (DeepSpeed-MoE)."""
     check_cases(PYRAMID)
 
 
@@ -69,8 +69,8 @@ GSHARD = Case(m=4, batch=1, moe="gshard", layers=2, masked=0.3)
 
 @pytest.mark.full
 def test_gshard_is_the_same_on_any_number_of_ranks() -> None:
-    """Row 7.01: random second experts, a capacity, dropping by choice and balance by first choices.
-    The same choices are dropped, and some are."""
+    """Second experts are random, there is a capacity, choices are dropped by choice, and the
+    auxiliary loss counts first choices. The same choices are dropped, and some are."""
     found = []
     for ranks in (1, 2, 4):
         case = replace(GSHARD, dp=ranks, ep=ranks, m=GSHARD.m // ranks)
@@ -93,7 +93,8 @@ CROWDED = Case(
 
 @contextmanager
 def all_on_one_expert(number: int) -> Iterator[None]:
-    """The weights of a case have the router of the last layer send every token to an expert."""
+    """Have the router of the last layer send every token to one expert, by a case's initial
+    weights."""
     begin = reference.init_random
 
     def crowding(model: Any, **given: Any) -> reference.Params:
@@ -112,7 +113,7 @@ def run_crowded(world: World) -> Outcome:
 
 
 def test_all_choices_on_one_expert_of_a_layer() -> None:
-    """Row 7.10 (MegaBlocks): nothing is dropped, and all is as in the loop over tokens."""
+    """Nothing is dropped, and all is as in the loop over tokens (MegaBlocks)."""
     outcomes = run_world(2, run_crowded)
     with all_on_one_expert(6):
         check_case(CROWDED, outcomes)
@@ -125,7 +126,8 @@ def test_all_choices_on_one_expert_of_a_layer() -> None:
 
 
 def of_every_schedule(least: int = 1) -> Iterator[Case]:
-    """With so many micro-batches or a few more. Slices fill an expert's places by position."""
+    """Yield cases of `least` micro-batches or a few more. Slices fill an expert's capacity by
+    position."""
     for name in names():
         moe = "capacity, position" if "slices" in accepts(name) else "capacity, choice"
         for case in smallest(name, 2, least):
@@ -157,7 +159,7 @@ def test_choices_in_a_narrow_type_are_those_of_the_scores(moe: str) -> None:
     (outcome,) = run_world(1, run_case, case)
     check_case(case, [outcome])
     layer, numbers, choices = outcome.chosen[1][0]
-    experts = settings(case).model.moe.experts
+    experts = settings(case).model.moe.num_experts
     unlike = np.where(choices < 0, ~choices, choices)
     free = [next(e for e in range(experts) if e not in row) for row in unlike]
     changes = [np.where(np.arange(choices.shape[1]) == 0, np.array(free)[:, None], choices)]
@@ -182,7 +184,7 @@ def test_which_choices_are_dropped_is_compared() -> None:
 
 
 def queued(world: World, names: Sequence[str | None]) -> list[Counter[str]]:
-    """Tasks that wait for ``W`` in a step of one micro-batch, by setting."""
+    """Count the tasks that wait for ``W`` in a step of one micro-batch, by setting."""
     put = WeightGradQueue.put
     found: list[Counter[str]] = []
 
@@ -201,8 +203,8 @@ def queued(world: World, names: Sequence[str | None]) -> list[Counter[str]]:
 
 
 def test_what_waits_for_W() -> None:
-    """Of a layer two products of its experts, the router's, and those of what is beside them in the
-    place of the MLP's two: a shared MLP, and its gate."""
+    """In an MoE layer, two products of the experts and the router's one wait. The MLP's two are
+    replaced by those of a shared MLP and its gate, or by none."""
     ((dense, plain, shared, half),) = run_world(
         1, queued, [None, "top 2", "shared, gated", "every second"]
     )
@@ -226,7 +228,7 @@ IN_CI = [
     moe_faults.router_gradient_of_one_shard_only,
     moe_faults.balance_counts_not_summed_over_cp,
 ]
-"""One of each kind that users of other systems have met, and others."""
+"""Faults: one of each kind that users of other systems have met, and others."""
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +295,8 @@ def test_a_choice_is_made_once(activations: str) -> None:
 
 
 def balances(routing: Sequence[float], choices: Sequence[int]) -> list[float]:
-    """The balance term of each layer, of those that tell so many numbers of choices."""
+    """Return the auxiliary loss of each layer; `choices` has the layers' numbers of choice
+    counts."""
     starts = itertools.accumulate([0, *(4 + count for count in choices[:-1])])
     return [routing[start + 1] / routing[start] for start in starts]
 
@@ -302,16 +305,16 @@ def balances(routing: Sequence[float], choices: Sequence[int]) -> list[float]:
 def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     base = {
         "model.layers": "3",
-        "model.moe.experts": "[4,8]",
-        "model.moe.dense_first": "1",
-        "model.moe.shared": "8",
+        "model.moe.num_experts": "[4,8]",
+        "model.moe.first_dense_layers": "1",
+        "model.moe.shared_ffn_hidden": "8",
         "model.moe.top_k": "2",
         "model.moe.jitter": "0.3",
-        "model.moe.second": "random",
-        "model.moe.capacity": "1.0",
-        "model.moe.bias_rate": "0.01",
-        "model.moe.balance_scope": "step",
-        "model.moe.balance_choices": "first",
+        "model.moe.second_expert": "random",
+        "model.moe.capacity_factor": "1.0",
+        "model.moe.bias_update_rate": "0.01",
+        "model.moe.aux_loss_scope": "step",
+        "model.moe.aux_loss_choices": "first",
         "parallel.dp": "2",
         "parallel.pp": "2",
         "parallel.ep": "2",
@@ -331,7 +334,7 @@ def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     (first, *_), (changed, *_) = run(
         tmp_path,
         Play("moved", other),
-        Play("changed", {**other, "model.moe.balance_choices": "all"}),
+        Play("changed", {**other, "model.moe.aux_loss_choices": "all"}),
     )
     assert first["error"] is changed["error"] is None
     (mine,) = first["steps"].values()
@@ -342,4 +345,4 @@ def test_resumed_bitwise_and_loaded_in_another_layout(tmp_path: Path) -> None:
     assert balances(anew.routing, [4, 8]) == pytest.approx([1, 1], rel=1e-6)
     assert 1 not in [round(each, 6) for each in balances(mine.routing, [2 * 4, 2 * 8])]
     text = (tmp_path / "runs/changed/log.jsonl").read_text()
-    assert "model.moe.balance_choices was first and is all" in text
+    assert "model.moe.aux_loss_choices was first and is all" in text

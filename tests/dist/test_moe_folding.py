@@ -22,24 +22,25 @@ WHOLE = Case(
     layers=2,
     batch=1,
 )
-"""Two experts on each of eight ranks."""
+"""Case of two experts on each of eight ranks."""
 PARTS = replace(WHOLE, ep=4, etp=2)
-"""Four on each pair of tp ranks, half of each expert on either."""
+"""Case of four on each pair of tp ranks, half of each expert on either."""
 COPIES = replace(PARTS, ep=2, model="llama", zero=3)
-"""Eight on four ranks of a replica, and the same on those of the other."""
+"""Case of eight on four ranks of a replica, and the same on those of the other."""
 
 
 @pytest.mark.full
 def test_experts_fold_over_all_axes_at_once() -> None:
-    """Row 7.09 (DeepSpeed-MoE): among them halves of experts under ZeRO-3."""
+    """Cases include halves of experts under ZeRO-3 (DeepSpeed-MoE)."""
     check_groups([[WHOLE], [PARTS], [COPIES]])
 
 
 def over_three() -> list[Case]:
-    """Each setting whose experts three ranks can share; the parity matrix has no three."""
+    """Return a case of each setting whose experts three ranks can share; the parity matrix has no
+    three."""
     cases = []
     for name, section in MOE.items():
-        experts = section["experts"]
+        experts = section["num_experts"]
         numbers = experts if isinstance(experts, list) else [experts]
         if all(number % 3 == 0 for number in numbers):
             cases.append(Case(moe=name, layers=4, masked=0.3, m=3, dp=3, ep=3, vocab=301, batch=1))

@@ -11,8 +11,8 @@ import pytest
 from megapipe import TrainStep
 from megapipe.testing import World, run_world
 from tests.parity.cases import Case, Rows, configure
-from tests.parity.chosen import chosen
 from tests.parity.collective_recorder import Call, recording
+from tests.parity.forced_routing import chosen
 
 UNEVEN = [[0, 1], [1, 5], [1, 2]]
 """Choices of tokens in turn, among 16 experts: rank 0 has most rows and none for its last expert,
@@ -43,7 +43,7 @@ CASES = [
 
 
 def run_recorded(world: World) -> list[list[Call]]:
-    """Of each case the collectives of a step."""
+    """Return the collectives of a step of each case."""
     found = []
     for case in CASES:
         config, layout = configure(case)
@@ -55,14 +55,14 @@ def run_recorded(world: World) -> list[list[Call]]:
 
 
 def between(calls: list[Call], one: int, other: int) -> list[Call]:
-    """Those of groups with both ranks."""
+    """Return the calls of groups with both ranks."""
     return [call for call in calls if {one, other} <= set(call.ranks)]
 
 
 @pytest.mark.full
 def test_members_of_a_group_begin_the_same_collectives_in_one_order() -> None:
-    """Row 7.03, also without rows, and over several groups: two ranks that are in both begin those
-    of both in one order, as communicators of GPUs need it."""
+    """Ranks may have no rows, and there are several groups: two ranks that are in both begin their
+    collectives in one order, as communicators of GPUs need it."""
     for case, ranks in zip(CASES, zip(*run_world(4, run_recorded), strict=True), strict=True):
         empty = [call for call in ranks[-1] if call.lengths and not any(call.lengths[0])]
         assert empty or case.dispatch == "fetch", "the last rank has rows"

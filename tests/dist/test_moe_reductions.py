@@ -24,9 +24,9 @@ EXPERTS = Case(
     batch=1,
     reduce_dtype="bf16",
 )
-"""Of experts alone there are copies."""
+"""Only experts have replicas."""
 OTHERS = replace(EXPERTS, tp=1, dp=2, ep=2)
-"""Of experts alone there are none."""
+"""Only experts have no replicas."""
 MORE = [
     [
         replace(OTHERS, ep=1, moe="groups", layers=3),

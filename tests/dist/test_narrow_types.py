@@ -33,13 +33,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def numbers(*shape: int, largest: int, seed: int) -> Tensor:
-    """Whole numbers of -largest .. largest, int64."""
+    """Return whole numbers of -largest .. largest, int64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-largest, largest + 1, shape, generator=generator)
 
 
 def shardings(world: World) -> Iterator[Sharding]:
-    """Every tp that four ranks can have, with and without sequence parallelism, in each type."""
+    """Yield every tp that four ranks can have, with and without sequence parallelism, in each
+    type."""
     world.restart()
     for tp in (1, 2, 4):
         grid = Grid(dp=4 // tp, tp=tp)
@@ -50,7 +51,8 @@ def shardings(world: World) -> Iterator[Sharding]:
 
 
 def assert_same(what: str, actual: Tensor, exact: Tensor) -> None:
-    """`exact` [..] int64, of which no value is too large for the type of `actual`."""
+    """Check `actual` against `exact` [..] int64, of which no value is too large for the type of
+    `actual`."""
     assert exact.abs().max() <= 2**8
     assert actual.shape == exact.shape
     off = actual.double() - exact.double()
@@ -58,7 +60,7 @@ def assert_same(what: str, actual: Tensor, exact: Tensor) -> None:
 
 
 def check_linear(sharding: Sharding, *, column: bool) -> None:
-    """Output, gradient of the input, weight and bias, of one whole layer over tp."""
+    """Check output, gradient of the input, weight and bias, of one whole layer over tp."""
     x = numbers(S, B, IN, largest=2, seed=1)
     weight = numbers(OUT, IN, largest=2, seed=2)
     bias = numbers(OUT, largest=9, seed=3)
@@ -91,7 +93,7 @@ def check_linear(sharding: Sharding, *, column: bool) -> None:
 
 
 def check_embedding(sharding: Sharding) -> None:
-    """Rows of a table that is split over tp, one of which is asked for more than once."""
+    """Check lookups in a table that is split over tp; one row is asked for more than once."""
     tokens = (37 * torch.arange(B * S).view(B, S)) % VOCAB
     tokens[0, :4] = VOCAB - 1
     table = numbers(VOCAB, OUT, largest=100, seed=5)
@@ -139,7 +141,7 @@ FACTORS = {torch.bfloat16: 1 + 2**-8, torch.float16: 1 + 2**-11, torch.float32: 
 
 
 def scaled_input_grad(function: type[Function], factor: float) -> Patch:
-    """A linear layer whose backward gives `factor` times the gradient of its input."""
+    """Patch a linear layer's backward to give `factor` times the gradient of its input."""
     backward: Callable[..., tuple[Tensor, None, None, None]] = function.backward
 
     def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -150,8 +152,8 @@ def scaled_input_grad(function: type[Function], factor: float) -> Patch:
 
 
 def errors(factor: float) -> dict[str, tuple[Patch, bool]]:
-    """Errors of scale in what each layer computes: the patch, and whether the layer is column
-    parallel."""
+    """Return errors of scale in what each layer computes: the patch, and whether the layer is
+    column parallel."""
     return {
         "row product": (scaled(linear, "row_product", factor), False),
         "row input gradient": (scaled_input_grad(linear._RowFunction, factor), False),
@@ -161,7 +163,7 @@ def errors(factor: float) -> dict[str, tuple[Patch, bool]]:
 
 
 def notice(world: World) -> list[str]:
-    """The errors of scale that the checks above let pass."""
+    """Return the errors of scale that the checks above let pass."""
     missed = []
     for sharding in shardings(world):
         factor = 1 + 1.01 * (FACTORS[sharding.dtype] - 1)

@@ -15,7 +15,6 @@ from megapipe.optim.lr import learning_rate
 from megapipe.testing import World, run_world
 from tests.parity import reference
 from tests.parity.bitwise import assert_bitwise, outcomes_of
-from tests.parity.marks import in_parts
 from tests.parity.ranks import (
     STEPS,
     Case,
@@ -26,6 +25,7 @@ from tests.parity.ranks import (
     local_copies,
     plain,
 )
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +67,7 @@ def test_in_process_channels_are_bitwise_those_of_process_groups() -> None:
 
 
 def long_run(world: World, case: Case, steps: int) -> list[tuple[str, Any]]:
-    """This rank's copies of every weight after some steps, the two uses of a tied one apart."""
+    """Return this rank's weights after some steps, the two uses of a tied one apart."""
     config, layout = configure(case)
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
     step = TrainStep(config, layout, mesh)
@@ -171,7 +171,8 @@ def initial_weights(world: World, case: Case) -> list[Any]:
 
 
 def whole_weights(case: Case, *layouts: Case) -> dict[str, np.ndarray]:
-    """The initial weights of one process, of which each rank of these layouts has its part."""
+    """Return the initial weights of one process; each rank of these layouts must have its part of
+    them."""
     (alone,) = run_world(1, initial_weights, case)
     full = {name: values for name, _, values in alone}
     for layout in layouts:

@@ -15,12 +15,11 @@ import pytest
 from megapipe.checkpoint import Checkpoint, find_newest
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
-from megapipe.checkpoint.storage import StorageLocation, place_of
+from megapipe.checkpoint.storage import StorageLocation, location_of
 from megapipe.testing import World, run_world
 from tests.parity import object_files
 from tests.parity.jobs import Outcome, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.object_server import Fault, ObjectServer, Request, serving
 from tests.parity.stopped_runs import (
     BASE,
@@ -34,6 +33,7 @@ from tests.parity.stopped_runs import (
     checkpoint,
     play_all,
 )
+from tests.parity.tiers import in_parts
 
 ENTRY = "tests/parity/object_files.py"
 PP = {"parallel.pp": "2", "model.dropout": "0.1"}
@@ -47,11 +47,11 @@ def store() -> Iterator[ObjectServer]:
 
 
 def root_of(store: ObjectServer, name: str) -> StorageLocation:
-    return place_of(store.url(f"runs/{name}"), what="URL")
+    return location_of(store.url(f"runs/{name}"), what="URL")
 
 
 def stored(store: ObjectServer, name: str, step: int) -> StorageLocation:
-    """The checkpoint of a step of a run."""
+    """Return where the checkpoint of a step of a run is stored."""
     root = root_of(store, name)
     return next(root / key.name for key in committed(root) if key.step == step)
 
@@ -59,13 +59,13 @@ def stored(store: ObjectServer, name: str, step: int) -> StorageLocation:
 def play_with_objects(
     world: World, base: Mapping[str, str], plays: list[Play]
 ) -> list[dict[str, Any]]:
-    """This rank's part of some runs, which may use the store."""
+    """Play this rank's part of some runs, which may use the store."""
     object_files.register()
     return play_all(world, base, plays)
 
 
 def run(folder: Path, *plays: Play, world: int) -> list[list[dict[str, Any]]]:
-    """Per play, what each rank shows."""
+    """Return, for each play, what each rank shows."""
     ranks = run_world(world, play_with_objects, {**tiny(folder), **BASE}, list(plays))
     return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
 
@@ -80,8 +80,8 @@ def run(folder: Path, *plays: Play, world: int) -> list[list[dict[str, Any]]]:
 def test_a_run_saves_and_goes_on_as_a_local_one_does(
     given: dict[str, str], world: int, background: bool, store: ObjectServer, tmp_path: Path
 ) -> None:
-    remote = {**given, "checkpoint.folder": store.url("runs")}
-    remote |= {"checkpoint.background": "true"} if background else {}
+    remote = {**given, "checkpoint.url": store.url("runs")}
+    remote |= {"checkpoint.async_save": "true"} if background else {}
     local, cut, again = run(
         tmp_path,
         Play("local", given),
@@ -111,7 +111,7 @@ def test_another_layout_loads_what_it_loads_of_a_local_one(
     store: ObjectServer, tmp_path: Path
 ) -> None:
     """tp2 pp2 to dp2 pp2, by the URL of the checkpoint, that of the run, and as the latest."""
-    on_store = {"checkpoint.folder": store.url("runs")}
+    on_store = {"checkpoint.url": store.url("runs")}
     ends = {"train.steps": str(HALF), "optimizer.schedule": "constant"}
     run(
         tmp_path, Play("local", {**TP, **ends}), Play("remote", {**TP, **ends, **on_store}), world=4
@@ -152,7 +152,7 @@ def job(folder: Path, given: Mapping[str, str], ranks: int = 2) -> Outcome:
 
 def settings(folder: Path, store: ObjectServer, **more: str) -> dict[str, str]:
     given = {**tiny(folder), **PP, "train.steps": "6", "checkpoint.every": "2"}
-    return {**given, "checkpoint.folder": store.url("runs"), **more}
+    return {**given, "checkpoint.url": store.url("runs"), **more}
 
 
 def notes(folder: Path, name: str) -> list[str]:
@@ -172,10 +172,10 @@ PHASES: dict[str, Callable[[Request], bool]] = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody killed, with local checkpoints."""
+    """Make a run that nobody kills, with local checkpoints, and return its folder."""
     folder = tmp_path_factory.mktemp("whole")
     given = settings(folder, ObjectServer(), **{"run.name": "whole"})
-    del given["checkpoint.folder"]
+    del given["checkpoint.url"]
     assert job(folder, given).codes == [0, 0]
     return folder
 
@@ -237,7 +237,7 @@ def test_nothing_follows_from_checkpoints_that_cannot_be_read(
     keys = store.keys("runs/run")
     store.fault = lambda _, request: "short" if request.key.endswith(".safetensors") else None
     outcome = job(tmp_path, given)
-    outcome.assert_one_line(5, "/step-00000004-", "the store answers with", "it may be intact")
+    outcome.assert_one_line(5, "/step-00000004-", "the store sent", "it may be intact")
     assert store.keys("runs/run") == keys
     older = next(key.name for key in committed(root_of(store, "run")) if key.step == 2)
     store.fault = lambda _, request: (
@@ -258,7 +258,7 @@ def test_a_store_that_does_not_serve_ends_the_run_in_a_line(
 ) -> None:
     """A bucket that is not there; a server that is mute in the second save."""
     given = settings(tmp_path, store)
-    given["checkpoint.folder"] = store.url("x").replace("bucket", "no")
+    given["checkpoint.url"] = store.url("x").replace("bucket", "no")
     job(tmp_path, given).assert_one_line(5, "there is no such object or bucket", "/no/x/run/")
     store.fault = lambda _, request: "mute" if "/step-00000004-" in request.key else None
     outcome = job(tmp_path, settings(tmp_path, store))

@@ -16,10 +16,10 @@ from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
 from megapipe.testing import World, run_world
 from tests.parity import reference
-from tests.parity.marks import in_parts
 from tests.parity.outcome import take_region
 from tests.parity.ranks import Case, Rows, batch_of, check_case, configure, plain, run_cases
 from tests.parity.registry_cases import smallest
+from tests.parity.tiers import in_parts
 
 
 def fill(params: reference.Params, spec: LocalParameter, out: Tensor) -> None:
@@ -27,7 +27,7 @@ def fill(params: reference.Params, spec: LocalParameter, out: Tensor) -> None:
 
 
 def first_steps(world: World, cases: list[Case]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of one step of each, over the groups of one mesh."""
+    """Return loss and gradient norm of one step of each case, over the groups of one mesh."""
     mesh = world.mesh(Grid(pp=world.size))
     seen = []
     for case in cases:
@@ -57,7 +57,7 @@ def test_every_schedule_starts_and_trains(pp: int) -> None:
 
 @functools.cache
 def loss_and_norm(case: Case) -> tuple[float, float]:
-    """Of the plain reference, before the first step."""
+    """Return the plain reference's loss and gradient norm before the first step."""
     model = configure(case)[0].model
     params = reference.init_random(model, seed=3)
     loss, grads = reference.loss_and_grads(params, model, batch_of(case, 0))
@@ -65,7 +65,8 @@ def loss_and_norm(case: Case) -> tuple[float, float]:
 
 
 def unequal_replicas(ranks: int, microbatches: int) -> Schedule:
-    """Three ranks, of which two hold the first stage and the third the last one of both."""
+    """Make a placement on three ranks: two hold the first stage and the third the last one of
+    both."""
     placement = Placement(ranks, ((0, 2), (1, 2)))
     return gpipe_on(placement, microbatches, direction=tuple(i % 2 for i in range(microbatches)))
 

@@ -1,5 +1,5 @@
-"""Tensor-parallel collectives beside weight gradients: which are waited for with nothing computed
-meanwhile, and that hiding them changes no bit."""
+"""Tensor-parallel collectives beside weight gradients: which are exposed, and that hiding them
+changes no bit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.parity.ranks import OF_ALL_MODELS, Case, configure, run_cases
 
 LAYERS = 3
 Counts = dict[str, tuple[int, int]]
-"""Collectives, and those that are exposed, by operation."""
+"""Numbers of collectives and of exposed ones, by operation."""
 
 
 def count(world: World, cases: list[Case]) -> list[Counts]:
-    """Of the operations of the second of four stages, which is blocks alone."""
+    """Count the operations of the second of four stages, which is blocks alone."""
     return [count_one(world, case) for case in cases]
 
 
@@ -51,7 +51,7 @@ MIDDLE = Case(tp=2, pp=4, in_process=True, layers=3 + LAYERS, uneven=True)
 SPLIT = replace(MIDDLE, sequence_parallel=True)
 FORWARD = (4 * LAYERS, 4 * LAYERS)
 HIDDEN = {"F": FORWARD, "I": FORWARD, "W": (4 * LAYERS, 1), "B": (6 * LAYERS, 1)}
-"""With sequence parallelism."""
+"""Counts with sequence parallelism."""
 EXPECTED = {
     MIDDLE: {
         "F": (2 * LAYERS, 2 * LAYERS),
@@ -60,7 +60,7 @@ EXPECTED = {
         "B": (2 * LAYERS, 0),
     },
     SPLIT: HIDDEN,
-    replace(SPLIT, activations="selective"): HIDDEN,  # what is run again gathers nothing
+    replace(SPLIT, activations="selective"): HIDDEN,  # recomputed modules gather nothing
     replace(MIDDLE, overlap=False): {
         "F": (2 * LAYERS, 2 * LAYERS),
         "I": (2 * LAYERS, 2 * LAYERS),
@@ -83,7 +83,8 @@ def test_exposed_collectives_per_operation() -> None:
 
 
 def gathers_of_the_first_stage(world: World, case: Case) -> tuple[int, int]:
-    """Collectives of its W, the last of which is for the embedding, and those that are exposed."""
+    """Count collectives of the first stage's W, the last of which is for the embedding, and exposed
+    ones."""
     config, layout = configure(case)
     stage = TrainStep(config, layout, world.mesh(Grid(tp=case.tp))).stages[0]
     tokens = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
@@ -106,8 +107,8 @@ POLICIES = len(OF_ALL_MODELS)
 
 
 def cases(tp: int) -> list[Case]:
-    """Every policy, with and without sequence parallelism, in either type: first each of them in
-    one type by turns, then in the other one. Schedules and models by turns."""
+    """Return every policy, with and without sequence parallelism, in either type: first each in one
+    type by turns, then in the other one. Schedules and models take turns."""
     return [
         Case(
             tp=tp,
@@ -137,7 +138,7 @@ def test_hiding_collectives_changes_no_bit(tp: int, quarter: int) -> None:
 
 @pytest.mark.slow
 def test_hiding_some_collectives_changes_no_bit() -> None:
-    """Of two ranks, in one type each."""
+    """Cases are of two ranks, in one type each."""
     check_bits(cases(2)[: 2 * POLICIES : 5])
 
 

@@ -26,27 +26,28 @@ from tests.parity.outcome import assemble, own_grads, take_region
 
 L, VOCAB, END = 12, 50, 49
 LENGTHS = (5, 30, 2, 13, 8, 3, 7, 4, 20, 6)
-"""Tokens of documents: one has just those that a sample takes, some have more."""
+"""Number of tokens of each document: one has just those that a sample takes, some have more."""
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-EXAMPLES = {"samples": "supervised", "source": "rows.jsonl"}
+EXAMPLES = {"sample_format": "supervised", "source": "rows.jsonl"}
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {},
         {"model": ROTARY},
-        {"pipeline": {"schedule": "seq1f1b", "slices": 3}},
+        {"pipeline": {"schedule": "seq1f1b", "sequence_slices": 3}},
         {"data": EXAMPLES},
     ],
     4: [
         {"parallel": {"pp": 2, "tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb_h1"}},
-        {"parallel": {"dp": 2, "tp": 2}, "kernels": {"loss_chunk": 5}, "model": ROTARY},
+        {"parallel": {"dp": 2, "tp": 2}, "kernels": {"loss_chunk_tokens": 5}, "model": ROTARY},
         {"parallel": {"pp": 2, "tp": 2}, "model": ROTARY, "data": EXAMPLES},
     ],
 }
 
 
 def document(number: int) -> np.ndarray[Any, Any]:
-    """End marks are at the ends, and one is within: what was packed says where documents are."""
+    """Return a document. End marks are at the ends, and one is within: what was packed says where
+    documents are."""
     tokens = np.random.default_rng(number).integers(0, VOCAB - 1, LENGTHS[number])
     tokens[-1] = END
     tokens[len(tokens) // 3] = END
@@ -54,7 +55,7 @@ def document(number: int) -> np.ndarray[Any, Any]:
 
 
 def labels_of(number: int) -> np.ndarray[Any, Any]:
-    """Which tokens of an example are labels: some in the middle, and the last ones."""
+    """Return which tokens of an example are labels: some in the middle, and the last one."""
     chosen = np.random.default_rng(100 + number).random(LENGTHS[number]) < 0.4
     chosen[-1] = True
     return chosen
@@ -64,8 +65,8 @@ def settings(case: dict[str, Any]) -> Config:
     model = {"layers": 4, "hidden": 16, "heads": 4, "vocab_size": VOCAB, "dtype": "fp64"}
     base: dict[str, dict[str, Any]] = {
         "model": model,
-        "data": {"samples": "packed"},
-        "optimizer": {"clip": None},
+        "data": {"sample_format": "packed"},
+        "optimizer": {"max_grad_norm": None},
         "train": {"steps": 1, "sequence_length": L, "global_batch": 8, "microbatch": 1},
     }
     for section, keys in case.items():
@@ -108,16 +109,16 @@ def grads_of(world: World, cases: list[dict[str, Any]], folder: Path) -> list[An
             return squares
 
         step.optimizer.finish_reduce = spy  # type: ignore[method-assign]
-        supervised = config.data.samples == "supervised"
+        supervised = config.data.sample_format == "supervised"
         (result,) = step.train(0, batches(folder, supervised=supervised).rows)
         found.append((result.loss, result.tokens, grads))
     return found
 
 
 def alone(config: Config) -> tuple[float, int, dict[str, Tensor]]:
-    """The sum over all pieces of all documents, each a batch of its own; over the labels of
-    examples that are not too long."""
-    supervised = config.data.samples == "supervised"
+    """Compute loss, count and gradients over all pieces of all documents, each a batch of its own;
+    over the labels of examples that are not too long."""
+    supervised = config.data.sample_format == "supervised"
     params = reference.init_random(config.model, seed=3)
     leaves = {name: p.requires_grad_() for name, p in params.items()}
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -148,7 +149,7 @@ def test_each_document_trains_as_if_it_were_alone(world: int, tmp_path: Path) ->
     for i, case in enumerate(CASES[world]):
         config, _ = resolve(settings(case), world, VOCAB)
         loss, tokens, expected = alone(config)
-        if config.data.samples == "packed":
+        if config.data.sample_format == "packed":
             assert tokens == sum(length - 1 for length in LENGTHS)
         found = assemble([rank[i][2] for rank in ranks], expected)
         for rank in ranks:

@@ -1,4 +1,5 @@
-"""Experts with room for all rows that there can be compute what they do with those that there are.
+"""Experts with room for the largest number of rows compute the same as with room for the actual
+rows.
 
 That the host then waits for nothing is in tests/fake_cuda/test_host_waits.py, and bytes are in
 tests/dist/test_dispatch.py.
@@ -21,9 +22,9 @@ from tests.parity.bitwise import check_groups
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.padding_faults import FAULTS
 from tests.parity.ranks import run_case
+from tests.parity.tiers import in_parts, one_of, selected
 
 ALONE = Case(moe="capacity, choice", layers=2, masked=0.3, pad=True)
 DATA = replace(ALONE, dp=2, ep=2)
@@ -52,14 +53,14 @@ GROUPS = [
     [BOTH, replace(BOTH, **GATHERED), replace(BOTH, **TWO_HOPS)],
     [LONG, replace(LONG, **GATHERED, activations="keep")],
 ]
-"""A case, and the same in other forms that have its bits: rows of an expert are in the order of the
-ranks, of sequences and of positions."""
+"""Groups of a case and other forms of it that have the same bits: rows of an expert are in the
+order of ranks, sequences and positions."""
 OTHERS = [
     replace(ALONE, moe="capacity, position", model="gemma", activations="full", m=3),
     replace(SLICED, dp=2, ep=2, expert_chunks=2, schedule="terapipe"),
     replace(BOTH, masked=1.0, clip=None),
 ]
-"""What the parity matrix does not have."""
+"""Cases that the parity matrix does not have."""
 
 
 def of_world(world: int) -> list[list[Case]]:

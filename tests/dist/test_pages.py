@@ -22,10 +22,10 @@ from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from tests.parity.chats import CHATML, conversation, tokenizer
 from tests.parity.clone import make_clone, run
-from tests.parity.marks import in_parts
 from tests.parity.megatron_files import write_legacy
 from tests.parity.pages import DOCS, commands, wrong_files
 from tests.parity.reference import init_random
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import model_of
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
@@ -61,7 +61,7 @@ PLACES = {
     "COMMAND": "schedule --help",
     "RUN": "runs/latest",
 }
-"""What a user writes in the place of such a word."""
+"""What a user writes in place of such a word."""
 TRAIN = f"python train.py {SHORT} data.source=text.jsonl"
 BEFORE = {
     "data.md": {
@@ -69,13 +69,13 @@ BEFORE = {
             "python scripts/prepare_data.py --source code --tokenizer ./tokenizer "
             "--output data/books"
         ),
-        "observe.samples": f"{TRAIN} log.samples=true",
+        "observe.sample_log": f"{TRAIN} log.sample_ids=true",
         "fim_rate": "cp marked/* tokenizer",
     },
     "evaluating.md": {
         "runs/large": f"{TRAIN} run.name=large",
-        "runs/chat": f"{TRAIN} run.name=chat data.tokenizer=./tokenizer data.samples=supervised "
-        "data.source=chats.jsonl train.sequence_length=64",
+        "runs/chat": f"{TRAIN} run.name=chat data.tokenizer=./tokenizer "
+        "data.sample_format=supervised data.source=chats.jsonl train.sequence_length=64",
     },
     "models.md": {"runs/latest": TRAIN},
     "moe.md": {
@@ -93,18 +93,18 @@ def trains(command: str) -> bool:
 
 
 def why_not(name: str, command: str) -> str | None:
-    """Why a command of a page is not run here; None where it is."""
+    """Return why a command of a page is not run here; None if it is."""
     reasons = (why for pattern, why in NOT_RUN.items() if re.search(pattern, f"{name} {command}"))
     return next(reasons, None)
 
 
 def is_run(name: str) -> bool:
-    """Whether any command of a page is."""
+    """Whether a page has a command that is run."""
     return any(why_not(name, command) is None for command in commands(PAGES[name]))
 
 
 def as_run(name: str, command: str) -> str:
-    """A command of a page as it is run here."""
+    """Return a command of a page as it is run here."""
     for word, place in PLACES.items():
         command = re.sub(rf"\b{word}\b", place, command)
     command = command.replace("-m pytest", "-m pytest --collect-only")
@@ -116,7 +116,7 @@ def as_run(name: str, command: str) -> str:
 
 
 def make_inputs(clone: Path) -> None:
-    """Texts, rows, a tokenizer, models of others' and a task."""
+    """Make texts, rows, a tokenizer, models from elsewhere and a task."""
     sentences = [f"def f{i}(x):\n    return x + {i}\n" for i in range(400)]
     for folder in ("texts", "code"):
         (clone / folder).mkdir()
@@ -160,7 +160,7 @@ def make_inputs(clone: Path) -> None:
 
 
 def script_of(name: str) -> list[str]:
-    """The commands of a page that are run, with those that it takes for granted."""
+    """Return the commands of a page that are run, with those that it takes for granted."""
     before, script = dict(BEFORE.get(name, {})), []
     if name != "data.md":  # which makes one
         script.append("cp -r marked tokenizer")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.parity.case_file import drawn, read
-from tests.parity.marks import in_parts, one_of
 from tests.parity.matrix import SCHEDULES, layouts_in_full, to_case
 from tests.parity.pair_runs import (
     MATRICES,
@@ -19,6 +18,7 @@ from tests.parity.pair_runs import (
     impossible_pairs,
 )
 from tests.parity.ranks import Case, configure
+from tests.parity.tiers import in_parts, one_of
 
 WORLDS = (1, 2, 3, 4, 5, 6, 8)
 
@@ -78,7 +78,7 @@ def test_many_steps(world: int) -> None:
 
 @pytest.mark.full
 def test_many_steps_of_lars() -> None:
-    """Its trust ratios are of whole matrices, of which a rank owns slices."""
+    """LARS takes trust ratios of whole matrices, but a rank owns shards of them."""
     check([LARS], LARS.world)
 
 
@@ -112,6 +112,7 @@ def test_in_process_pipeline_with_real_tensor_and_data_parallel_groups(some: sli
 
 
 def test_holders_of_a_stage_in_one_process() -> None:
-    """Its gradients are complete when the last of the pipeline ranks here is through with them."""
+    """A stage's gradients are complete when the last of this process's pipeline ranks is through
+    with them."""
     base = Case(dp=2, pp=4, m=4, in_process=True, masked=0.3)
     check([replace(base, schedule="chimera", zero=zero) for zero in range(4)], 2)

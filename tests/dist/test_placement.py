@@ -1,4 +1,4 @@
-"""Copies of experts on other ranks, in training: all that is computed is that of one process."""
+"""Expert replicas on other ranks, in training: all that is computed is that of one process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from megapipe.layers.moe import replicas, transfer
 from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.plan.memory import model_memory
 from megapipe.plan.moe.placement import Policy
-from megapipe.plan.traffic import step_traffic
+from megapipe.plan.traffic import REPLICA_TRAFFIC, step_traffic
 from megapipe.plan.units import Units
 from megapipe.testing import World, run_world
-from megapipe.train.moe import expert_maps
-from megapipe.train.moe.expert_maps import ExpertRebalancer
+from megapipe.train.moe import expert_rebalancing
+from megapipe.train.moe.expert_rebalancing import ExpertRebalancer
 from tests.parity.cases import LR, SLOW, Rows, validation_rows, validation_samples
 from tests.parity.collective_recorder import recording
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, one_of, selected
 from tests.parity.outcome import Parts, own_values
 from tests.parity.placement_faults import COPIED, FAULTS
 from tests.parity.ranks import Case, Outcome, check_case, configure, run_case
 from tests.parity.reference import assert_weights_close
 from tests.parity.stopped_runs import STEPS, Play, assert_continues, run
+from tests.parity.tiers import in_parts, one_of, selected
 
 Copies = tuple[tuple[int, ...], ...]
 FAST = 1e9
-"""TFLOP/s of devices that are done with any row at once."""
+"""TFLOP/s of devices that complete any row at once."""
 TENSOR = replace(COPIED, dp=1, tp=2, sequence_parallel=True, moe="groups", m=3)
 CONTEXT = replace(COPIED, dp=1, cp=2, activations="full", placement="one slot", expert_chunks=2)
 COPIES_OF_COPIES = replace(COPIED, dp=4)
@@ -88,7 +88,8 @@ LARGE = [
 
 
 def run_watched(world: World, cases: list[Case]) -> list[tuple[Outcome, list[Copies]]]:
-    """Of each case what a rank saw, and the copies of all maps that it has taken over."""
+    """Return each case's outcome on this rank, and the replicas of all maps that it has taken
+    over."""
     found = []
     for case in cases:
         taken: list[Copies] = []
@@ -110,7 +111,7 @@ def watching(taken: list[Copies]) -> Iterator[None]:
 
 
 def check(cases: list[Case]) -> None:
-    """All is as the reference computes it, and there were copies, not always the same."""
+    """Check all against the reference, and that there were replicas, not always the same."""
     results = run_world(cases[0].world, run_watched, cases, timeout_s=60 + 15 * len(cases))
     for case, ranks in zip(cases, zip(*results, strict=True), strict=True):
         try:
@@ -126,7 +127,7 @@ def check(cases: list[Case]) -> None:
 
 @pytest.mark.full
 def test_copies_change_no_result() -> None:
-    """Row 7.04 (FasterMoE): its shadows are exact, in chunks too."""
+    """Shadows are exact, in chunks too (FasterMoE)."""
     check(SMALL[:2])
 
 
@@ -137,11 +138,11 @@ def test_copies_change_no_result_in_more_layouts(cases: list[Case], some: slice)
 
 
 GIVEN = [[3], [], [0, 1], []]
-"""Copies of four experts on four ranks, two of which have none."""
+"""Replicas of four experts on four ranks, two of which have none."""
 
 
 def given(node: int) -> Policy:
-    """A policy of these copies, if there are so many ranks; else of an expert on each of two."""
+    """Return a policy of the replicas GIVEN on four ranks; on two ranks, of one expert on each."""
     return lambda present, rows, totals: present.with_replicas(
         GIVEN if present.ranks == 4 else [[2], [0]]
     )
@@ -149,7 +150,7 @@ def given(node: int) -> Policy:
 
 @contextmanager
 def copies_given() -> Iterator[None]:
-    with mock.patch.object(expert_maps, "by_balance", given):
+    with mock.patch.object(expert_rebalancing, "by_balance", given):
         yield
 
 
@@ -166,21 +167,22 @@ def run_given(world: World, case: Case) -> Outcome:
     ],
 )
 def test_an_expert_on_two_ranks_equals_one(case: Case) -> None:
-    """Row 7.06."""
+    """The reference has each expert once, and computes the same."""
     check_case(case, run_world(case.world, run_given, case))
 
 
 def decided(world: World, speeds: list[tuple[float, ...]]) -> list[list[ExpertMap]]:
-    """Maps by shadows, for each of these TFLOP/s that a rank takes its own device to have."""
+    """Return maps by shadows, for each of these TFLOP/s that a rank takes its own device to
+    have."""
     case, found = replace(COPIED, placement="shadows"), []
     for of_ranks in speeds:
         config, layout = configure(case)
-        log = config.log.model_copy(update={"peak_tflops": of_ranks[world.rank]})
-        config = config.model_copy(update={"log": log})
+        plan = config.plan.model_copy(update={"peak_tflops": of_ranks[world.rank]})
+        config = config.model_copy(update={"plan": plan})
         step = TrainStep(config, layout, world.mesh(case.grid))
-        told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.experts))]
+        told = [0.0, 0.0, 0.0, 0.0, *(20.0 / (1 + e) for e in range(config.model.moe.num_experts))]
         step.maps.after_update(0, told * case.layers)
-        found.append([places.map for places in step.maps.places.values()])
+        found.append([places.map for places in step.maps.replicas.values()])
     return found
 
 
@@ -197,13 +199,13 @@ class Unread(NamedTuple):
 
     losses: list[float]
     validation: list[float]
-    """After each step but the first."""
+    """Validation losses after each step but the first."""
     weights: Parts
 
 
 @contextmanager
 def arriving_late() -> Iterator[None]:
-    """What is sent to copies is not a number before it is waited for."""
+    """Make weights that are sent to replicas NaN until they are waited for."""
     begin = collectives.start_all_to_all
 
     def late(*given: Any) -> tuple[Tensor, collectives.Wait]:
@@ -233,7 +235,7 @@ def run_unread(world: World, cases: list[Case]) -> list[Unread]:
                 if number:
                     held_out = validation_rows(case), validation_samples(case)
                     validation.append(step.evaluate(*held_out).loss)
-        assert any(any(each.map.replicas) for each in step.maps.places.values()) == (
+        assert any(any(each.map.replicas) for each in step.maps.replicas.values()) == (
             case.placement != "static"
         )
         found.append(Unread(losses, validation, own_values(step.optimizer)["model"]))
@@ -241,7 +243,8 @@ def run_unread(world: World, cases: list[Case]) -> list[Unread]:
 
 
 def unread(like: Case) -> list[Case]:
-    """With copies that are chosen after each step, with those that stay for two, and without."""
+    """Return cases with replicas that change after each step, that stay for two steps, and without
+    any."""
     placements = "changing", "every second step", "static"
     return [replace(like, placement=placement, steps=4) for placement in placements]
 
@@ -254,7 +257,7 @@ def unread(like: Case) -> list[Case]:
     ],
 )
 def test_weights_of_copies_are_awaited_where_nobody_reads_them_in_between(case: Case) -> None:
-    """As in a run: from the update they are on their way into the next step, or its validation."""
+    """They are, as in a run, in flight from the update into the next step, or its validation."""
     for *copied, static in run_world(case.world, run_unread, unread(case)):
         wanted = {(name, box): torch.from_numpy(values) for name, box, values in static.weights}
         for each in copied:
@@ -271,12 +274,12 @@ class Exchange(NamedTuple):
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     bytes: int
-    """Sent."""
+    """Bytes sent."""
 
 
 @contextmanager
 def exchanged(found: list[Exchange]) -> Iterator[None]:
-    """Record all-to-alls: of rows, and of copies."""
+    """Record all-to-alls: of rows, and of replicas."""
     begin = collectives.start_all_to_all
 
     def spied(what: str) -> Any:
@@ -296,7 +299,7 @@ def exchanged(found: list[Exchange]) -> Iterator[None]:
 
 @contextmanager
 def silent(maps: ExpertRebalancer) -> Iterator[None]:
-    """Copies are chosen, and no rank tells another anything for it."""
+    """Have replicas chosen without any message between ranks."""
     decide, chosen = maps.after_update, []
 
     def spied(step: int, told: Sequence[float]) -> str | None:
@@ -312,7 +315,8 @@ def silent(maps: ExpertRebalancer) -> Iterator[None]:
 
 
 def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
-    """Of the second step, which has copies, and the weights that there is memory for."""
+    """Return the exchanges of the second step, which has replicas, and the bytes of allocated
+    weights."""
     config, layout = configure(case)
     with copies_given():
         step = TrainStep(config, layout, world.mesh(case.grid))
@@ -321,7 +325,7 @@ def run_exchanges(world: World, case: Case) -> tuple[list[Exchange], int]:
         with exchanged(found), silent(step.maps):
             step.train(1, Rows(case))
     held = sum(shard.bucket.weights.nbytes for shard in step.optimizer.shards)
-    for places in step.maps.places.values():
+    for places in step.maps.replicas.values():
         held += sum(weights.nbytes for weights in places._weights.values())
     return found, held
 
@@ -342,16 +346,17 @@ def test_all_members_of_a_group_exchange_in_one_order_also_without_copies(etp: i
 
 
 STAYING = {"placement": "every second step", "steps": 4}
-"""Copies are chosen after the second step, and are the same in the third and the fourth."""
+"""Settings by which replicas are chosen after the second step, and are the same in the third and
+the fourth."""
 WHOLE = [COPIED, replace(COPIED, **STAYING), SPLIT, replace(COPIES_OF_COPIES, zero=0, **STAYING)]
-"""Owners have the weights whole when the update is done."""
+"""Cases in which owners have the whole weights when the update is done."""
 GATHERED = [COPIES_OF_COPIES, replace(COPIES_OF_COPIES, zero=2, **STAYING)]
-"""Each of two has a half of what it has updated."""
+"""Cases in which each of two ranks has a half of what it has updated."""
 
 
 def run_in_order(world: World, cases: list[Case]) -> list[list[list[str]]]:
-    """Of each case and step what comes one after the other: exchanges of rows, those of copies of
-    all layers here, and the update."""
+    """Return the order of exchanges of rows, those of the replicas of all local layers, and the
+    update, for each step of each case."""
     results = []
     for case in cases:
         config, layout = configure(case)
@@ -372,16 +377,16 @@ def phases_of(step: TrainStep, number: int, case: Case) -> list[str]:
     with exchanged(found), mock.patch.object(step.optimizer, "update", spied):
         step.train(number, Rows(case))
     phases = [(what, len([*own])) for what, own in itertools.groupby(e.what for e in found)]
-    layers = len(step.maps.places)
+    layers = len(step.maps.replicas)
     assert all(count == layers for what, count in phases if what == "copies")
     return [what for what, _ in phases]
 
 
 @in_parts("world", [2, 4], full=[4])
 def test_weights_of_copies_leave_before_all_rows(world: int) -> None:
-    """Row 7.07 (Prophet): right after the update, or where owners gather them first at the
-    beginning of a step, also of copies that stay the same. Gradients come home in between, when all
-    rows are back."""
+    """They leave right after the update, or at the beginning of a step where owners gather them
+    first; also for replicas that stay the same. Gradients return in between, when all rows are back
+    (Prophet)."""
     cases = [case for case in (*WHOLE, *GATHERED) if case.world == world]
     of_ranks = run_world(world, run_in_order, cases, timeout_s=60 + 15 * len(cases))
     for case, steps in itertools.chain(*(zip(cases, found, strict=True) for found in of_ranks)):
@@ -398,7 +403,7 @@ def test_bytes_of_copies_are_those_of_the_plan_where_slots_are_full() -> None:
     """Two ranks with one slot each, which both fill with an expert of the other."""
     case = replace(COPIED, placement="one slot")
     config, layout = configure(case)
-    planned = [e for e in step_traffic(Units(config, layout), 0) if "copies" in e.what]
+    planned = [e for e in step_traffic(Units(config, layout), 0) if e.what in REPLICA_TRAFFIC]
     assert [(e.axis, e.members, e.count) for e in planned] == [("ep", 2, 2)] * 2
     every = [e for e in step_traffic(Units(config, layout), 0) if e.collective == "all_to_all"]
     rows = [e for e in every if e not in planned]
@@ -418,18 +423,18 @@ def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     """Bitwise, also where copies were chosen steps before the checkpoint; the step says when."""
     base = {
         "model.layers": "2",
-        "model.moe.experts": "8",
+        "model.moe.num_experts": "8",
         "parallel.dp": "4",
         "parallel.ep": "4",
         "experts.dispatch": dispatch,
-        "experts.policy": "balance",
-        "experts.slots": "2",
-        "experts.replan": "3",
+        "experts.rebalance": "balance",
+        "experts.replica_slots": "2",
+        "experts.rebalance_every": "3",
         "checkpoint.every": "2",
     }
     if dispatch == "hierarchical":
-        base |= {"experts.node": "2", "model.moe.balance_scope": "step"}
-        base |= {"model.moe.balance_choices": "first"}
+        base |= {"experts.ranks_per_node": "2", "model.moe.aux_loss_scope": "step"}
+        base |= {"model.moe.aux_loss_choices": "first"}
     plays = [Play("part", base, stop_after=stop) for stop in (4, 6, None)]
     whole, *resumed = run(tmp_path, Play("whole", base), *plays)
     assert [part[0]["first_step"] for part in resumed] == [0, 4, 6]
@@ -437,7 +442,7 @@ def test_a_resumed_run_has_the_copies_of_the_one_that_was_stopped(
     assert_continues(resumed[-1], whole)
     notes = {step: result.note for step, result in whole[0]["steps"].items() if result.note}
     assert list(notes) == [3, 6]
-    assert notes[3].startswith("step 3: experts with copies: ")
+    assert notes[3].startswith("step 3: experts with replicas: ")
     static = {key: value for key, value in base.items() if not key.startswith("experts.")}
     (without,) = run(tmp_path, Play("without", static))
     for step, result in without[0]["steps"].items():

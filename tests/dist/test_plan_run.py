@@ -25,22 +25,22 @@ from megapipe.layers.scratch import Scratch
 from megapipe.layout.layout import Layout
 from megapipe.model.interface import Message
 from megapipe.ops.documents import Documents
-from megapipe.ops.storages import LiveStorages
+from megapipe.ops.live_storages import LiveStorages
 from megapipe.plan.run import measure
 from megapipe.plan.unit import Unit
 from megapipe.testing import World, run_world
 from tests.parity.cases import END
-from tests.parity.chosen import evenly
+from tests.parity.forced_routing import evenly
 from tests.parity.live_storages import known_of, settle
-from tests.parity.marks import one_of
 from tests.parity.planned_stages import CASES, Stages
+from tests.parity.tiers import one_of
 
 Bytes = Mapping[str, int]
-"""held, host and queued, and the most within each operation."""
+"""Bytes held, on the host and queued, and the most within each operation."""
 TIMES = 10
-"""How often each is measured at most: gloo's threads may free what they have sent a moment late."""
+"""Number of measurements at most: gloo's threads may free what they have sent a moment late."""
 NUMBER = 8
-"""Bytes of a number of Python's, of which torch makes a tensor for a moment on one device only."""
+"""Bytes of a Python number, of which torch makes a tensor for a moment on one device only."""
 
 
 @one_of(2)
@@ -102,14 +102,14 @@ def _most(ranks: Iterator[list[Bytes]]) -> list[Bytes]:
 def measure_processes(
     world: World, planned: Sequence[tuple[Stages, Mapping[int, list[Bytes]]]]
 ) -> list[dict[int, list[Bytes]]]:
-    """By case and stage, the bytes of each slice on this rank: the least of some times, until it is
-    what is planned or less."""
+    """Return the bytes of each slice on this rank, by case and stage: the least of several
+    measurements, which end once it is what is planned or less."""
     found = []
     with evenly(), to_owners():
         for given, of_stages in planned:
             config, layout = given.configure()
             step = TrainStep(config, layout, world.mesh(given.case.grid), document_end=END)
-            for places in step.maps.places.values():
+            for places in step.maps.replicas.values():
                 places.set_map(places.map.filled())
             of_case = {}
             for number, expected in of_stages.items():
@@ -129,7 +129,7 @@ def measure_processes(
 
 @contextmanager
 def to_owners() -> Iterator[None]:
-    """Rows go to the owners of their experts, and none to copies."""
+    """Send rows to the owners of their experts, and none to replicas."""
     with mock.patch.object(ExpertMap, "holders", lambda of, expert: [of.owners[expert]]):
         yield
 
@@ -146,7 +146,7 @@ class _Real:
         self.cp = step.mesh.cp.index
 
     def walk(self) -> list[Bytes]:
-        """All operations of a micro-batch: F, R, I and W, and once more F and B."""
+        """Run all operations of a micro-batch: F, R, I and W, and once more F and B."""
         lengths, found = self.layout.local_lengths, list[dict[str, int]]()
         inputs = [[self._message(side, n) for n in lengths] for side in ("F", "I")]
         given = [tensor for side in inputs for each in side for tensor in each]
@@ -216,7 +216,7 @@ class _Real:
         return {what: size - rest * (what not in apart) for what, size in one.items()}
 
     def _message(self, operation: str, length: int) -> list[Tensor]:
-        """What an operation takes."""
+        """Make the message that an operation takes."""
         stage = self.number - (operation == "F")
         if not 0 <= stage < self.layout.stages - 1:
             return []
@@ -261,6 +261,6 @@ class _Real:
 
 
 def _copy(message: Sequence[Tensor]) -> Message:
-    """A message that belongs to the operation that takes it."""
+    """Copy a message, so that it belongs to the operation that takes it."""
     copies = tuple(each.clone() for each in message)
     return copies if len(copies) > 1 else next(iter(copies), None)

@@ -22,8 +22,8 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.errors import NumericError
 from megapipe.layout.resolve import resolve
+from megapipe.optim.loss_scaler import LossScaler
 from megapipe.optim.optimizer import Optimizer
-from megapipe.optim.scaler import LossScaler
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import StateStore
 from megapipe.plan.measurements import BY_UNITS
@@ -32,10 +32,10 @@ from megapipe.train.moe.routing_state import RoutingState
 from megapipe.train.step.post_validation import PostValidation
 from megapipe.train.update import StepResult
 from tests.parity import reference
-from tests.parity.marks import in_parts, one_of
 from tests.parity.ranks import Case, Rows, configure, take_region
 from tests.parity.stopped_runs import DP, HALF, Play, assert_same_files, checkpoint, run
 from tests.parity.stopped_runs import STEPS as JOB_STEPS
+from tests.parity.tiers import in_parts, one_of
 
 STEPS = 6
 Poison = Mapping[tuple[int, int], float]
@@ -59,16 +59,16 @@ class Outcome:
 
     results: list[StepResult] = field(default_factory=list)
     bits: dict[str, str] = field(default_factory=dict)
-    """Digests of this rank's copies of weights, and of its slices of master weights and states."""
+    """Digests of this rank's weights, and of its shards of master weights and states."""
     count: int = 0
-    """Updates that the optimizer made."""
+    """Number of updates that the optimizer made."""
     scaler: Mapping[str, float] = field(default_factory=dict)
     undone: int | None = None
     error: str | None = None
 
 
 def poisoned(poison: Poison, rank: int, now: list[int]) -> AbstractContextManager[Any]:
-    """One value among the gradients of a rank is changed before they are sent off."""
+    """Change one value among the gradients of a rank before they are sent."""
     start = Shard.start_reduce
 
     def changed(self: Shard) -> None:
@@ -82,12 +82,16 @@ def poisoned(poison: Poison, rank: int, now: list[int]) -> AbstractContextManage
 
 
 def begin(world: World, this: Run, *, trust: bool) -> TrainStep:
-    """A run, with validation before or after."""
+    """Begin a run with validation before the update, or after it with `trust`."""
     case = this.case
     settings = configure(case)[0].model_dump()
     settings["train"]["steps"] = this.steps
-    settings["numbers"] |= {"rerun": False}  # what is poisoned is the turn and not the step
-    settings["optimizer"] |= {"clip": this.clip, "post_validation": trust, **this.optimizer}
+    settings["health"] |= {"replay": False}  # what is poisoned is the turn and not the step
+    settings["optimizer"] |= {
+        "max_grad_norm": this.clip,
+        "post_validation": trust,
+        **this.optimizer,
+    }
     config = Config.model_validate(settings)
     config, layout = resolve(config, case.world, case.vocab, measure=BY_UNITS)
     step = TrainStep(config, layout, world.mesh(case.grid))
@@ -97,7 +101,7 @@ def begin(world: World, this: Run, *, trust: bool) -> TrainStep:
 
 
 def trained(world: World, this: Run, *, trust: bool) -> Outcome:
-    """Some steps of it."""
+    """Train the steps of a run."""
     step = begin(world, this, trust=trust)
     outcome, rows, now = Outcome(), Rows(this.case), [0]
     with poisoned(this.poison, world.rank, now):
@@ -117,7 +121,7 @@ def trained(world: World, this: Run, *, trust: bool) -> Outcome:
 
 
 def bits_of(step: TrainStep) -> dict[str, str]:
-    """Digests of what a rank has; see :attr:`Outcome.bits`."""
+    """Return digests of what a rank has; see :attr:`Outcome.bits`."""
     step.optimizer.await_all_weights()
     bits = {
         f"weights of stage {stage}: {name}": digest(parameter.detach())
@@ -137,7 +141,7 @@ def digest(values: torch.Tensor) -> str:
 
 
 def both(world: World, runs: list[Run]) -> list[tuple[Outcome, Outcome]]:
-    """Each with validation before, and after."""
+    """Train each run with validation before the update, and after it."""
     return [(trained(world, r, trust=False), trained(world, r, trust=True)) for r in runs]
 
 
@@ -146,7 +150,7 @@ def alone(world: World, this: Run) -> Outcome:
 
 
 def must_wait(result: StepResult, clip: float | None) -> bool:
-    """Whether an update by these gradients clips, or is none."""
+    """Whether an update by these gradients clips, or is skipped."""
     return not math.isfinite(result.grad_norm) or (clip is not None and result.grad_norm > clip)
 
 
@@ -174,14 +178,14 @@ CASES = [
     replace(case, dtype=dtype, zero=(i + j) % 3)
     for (i, case), (j, dtype) in product(enumerate(SCHEDULES), enumerate(TYPES))
 ]
-"""Each schedule with each type; each of both with each ZeRO stage."""
+"""Runs of each schedule with each type; each of both has each ZeRO stage."""
 FURTHER = [
     (replace(BASE, pp=4, dp=1, m=8, schedule="zb_2p", dtype="bf16"), {}),
     (replace(BASE, tp=2, dp=1, m=8, sequence_parallel=True, dtype="fp16"), {}),
     (replace(BASE, schedule="seq1f1b", slices=2, dtype="fp16", shard_size=1), {}),
     (replace(BASE, schedule="gpipe", dtype="fp16"), {"rule": "lion"}),
     (replace(BASE, dtype="fp32"), {"rule": "sgd"}),
-    (replace(BASE, dtype="bf16"), {"state_dtype": "bf16", "master": "none"}),
+    (replace(BASE, dtype="bf16"), {"state_dtype": "bf16", "master_weights": "none"}),
     (replace(BASE, dtype="fp16", debug=True), {"reduce_dtype": "bf16"}),
 ]
 
@@ -194,11 +198,11 @@ EXPERTS = [
     replace(BASE, moe="step, first", schedule="chimera", dtype="fp32"),
     replace(BASE, moe="groups", dp=1, m=8, tp=2, sequence_parallel=True, dtype="fp16"),
 ]
-"""Of the last three biases, and counts of choices, go from step to step."""
+"""Cases of MoE layers; in the last three, biases and counts of choices go from step to step."""
 
 
 def norm_to_clip(**like: Any) -> float:
-    """That half of the steps of such a model exceed; layouts and types hardly change it."""
+    """Return a norm that half of the model's steps exceed; layouts and types hardly change it."""
     one = Case(pp=1, dp=1, m=8, batch=1, dtype="fp32", **like)
     (outcome,) = run_world(1, alone, Run(one))
     return statistics.median(result.grad_norm for result in outcome.results)
@@ -206,12 +210,12 @@ def norm_to_clip(**like: Any) -> float:
 
 @pytest.fixture(scope="module")
 def norms() -> dict[bool, float]:
-    """Those to clip by, by whether embeddings are tied."""
+    """Return the norms to clip by, by whether embeddings are tied."""
     return {tied: norm_to_clip(tied=tied) for tied in (True, False)}
 
 
 def with_mishaps(case: Case, norms: Mapping[bool, float], seed: int, **settings: Any) -> Run:
-    """fp16 meets values that are not finite, in two steps on any ranks."""
+    """Have fp16 meet values that are not finite, in two steps on any ranks."""
     draw = random.Random(seed)
     poison = {
         (step, draw.randrange(case.world)): draw.choice([math.inf, -math.inf, math.nan])
@@ -298,7 +302,7 @@ def test_steps_that_are_all_plain_are_never_undone() -> None:
 
 
 def states_are_forgotten() -> AbstractContextManager[Any]:
-    """What is undone is the weights alone."""
+    """Have a restore undo the weights alone."""
     undo = StateStore.restore
 
     def wrong(self: StateStore) -> None:
@@ -311,7 +315,7 @@ def states_are_forgotten() -> AbstractContextManager[Any]:
 
 
 def weights_are_forgotten() -> AbstractContextManager[Any]:
-    """The weights keep the update that the master weights have lost, until the next."""
+    """Have the weights keep the update that the master weights have lost, until the next one."""
     undo = StateStore.restore
 
     def wrong(self: StateStore) -> None:
@@ -334,7 +338,7 @@ def updates_are_counted_twice() -> AbstractContextManager[Any]:
 
 
 def the_prefix_is_not_aborted() -> AbstractContextManager[Any]:
-    """The step goes on from what forwards with the wrong weights have made."""
+    """Have the step go on from what forwards with the wrong weights have made."""
     validate = PostValidation._validate
 
     def wrong(self: PostValidation, abort: Any) -> Any:
@@ -382,7 +386,7 @@ OF_CHOICES = [
 
 
 def faulty(world: World, this: Run, faults: Sequence[Any]) -> tuple[Outcome, dict[str, Outcome]]:
-    """The run that waits, and by fault, the one that does not."""
+    """Train the run that waits and, once for each fault, the one that does not."""
     after = {}
     for fault in (nullcontext, *faults):
         with fault():
@@ -434,14 +438,14 @@ def with_its_prefix(world: World, this: Run) -> Outcome:
 
 @pytest.mark.full
 def test_a_prefix_that_is_not_aborted_is_noticed(norms: dict[bool, float]) -> None:
-    """By autograd, which knows that the weights have changed."""
+    """Autograd notices it, as it knows that the weights have changed."""
     with pytest.raises(WorldError, match="modified by an inplace operation"):
         run_world(2, with_its_prefix, fault_case(norms))
 
 
 def loaded(world: World, this: Run, folder: Path) -> tuple[list[int], dict[str, str]]:
-    """Steps 0 and 1, then what was saved after the first, and again step 1; the steps of its
-    results, and the bits."""
+    """Train steps 0 and 1, then load what was saved after the first, and train step 1 again; return
+    the steps of its results, and the bits."""
     step, rows = begin(world, this, trust=True), Rows(this.case)
     step.train(0, rows, settle=True)
     step.save(folder, 1)
@@ -464,7 +468,12 @@ def test_a_step_that_is_open_is_forgotten_where_a_checkpoint_is_loaded(tmp_path:
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_a_run_that_stops_and_goes_on(dtype: str, tmp_path: Path) -> None:
     """Bitwise the one that does not stop, and the one that waits."""
-    given = {**DP, "model.dtype": dtype, "pipeline.schedule": "zb_h1", "optimizer.clip": "1.0"}
+    given = {
+        **DP,
+        "model.dtype": dtype,
+        "pipeline.schedule": "zb_h1",
+        "optimizer.max_grad_norm": "1.0",
+    }
     trust = {**given, "optimizer.post_validation": "true"}
     run(
         tmp_path,

@@ -13,13 +13,13 @@ import torch
 
 from megapipe import TrainStep
 from megapipe.distributed.mesh import Grid
-from megapipe.engine.names import name_of
+from megapipe.engine.profiler_names import name_of
 from megapipe.observe.profile import merge
 from megapipe.schedule.generators import build
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import ActionKind
 from megapipe.testing import World, run_world
-from megapipe.train.garbage import GCControl
+from megapipe.train.gc_control import GCControl
 from tests.parity.jobs import ROOT, arguments, tiny
 from tests.parity.launches import run_forked
 from tests.parity.ranks import Case, Rows, configure
@@ -76,7 +76,7 @@ def test_a_device_without_memory_leaves_the_plan_and_one_line(tmp_path: Path) ->
     words = (
         "rank 1 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB: the plan counts ",
         str(folder),
-        "no snapshot beside",
+        "no memory snapshot",
     )
     outcome.assert_one_line(7, *words)
     assert [path.name for path in folder.iterdir()] == ["plan.txt"]
@@ -84,7 +84,7 @@ def test_a_device_without_memory_leaves_the_plan_and_one_line(tmp_path: Path) ->
 
 
 def tensors_in_cycles(world: World, case: Case) -> list[str]:
-    """What only Python's garbage collector would free after a step."""
+    """Return the shapes of what only Python's garbage collector would free after a step."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
     rows = Rows(case)

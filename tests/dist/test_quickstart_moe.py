@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.plan.moe.commands import main, plan, show
+from megapipe.plan.moe.commands import main, rebalance, show
 from tests.parity.jobs import ROOT, arguments, write_corpus
 from tests.parity.launches import run_forked
 
@@ -26,7 +26,7 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "train.sequence_length": "64",
         "train.validation_samples": "8",
         "optimizer.warmup_steps": "1",
-        "log.experts_every": "3",
+        "log.expert_counts_every": "3",
     }
     preset = str(ROOT / "configs/quickstart_moe.yaml")
     outcome = run_forked(tmp_path, 8, preset, *arguments(settings))
@@ -41,7 +41,7 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choices == 2 * 8 * 64
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/moe.md").read_text(encoding="utf-8")
-    texts = (page, show.__doc__ or "", plan.__doc__ or "")
+    texts = (page, show.__doc__ or "", rebalance.__doc__ or "")
     found = re.findall(
         r"experts(?:\.py)? (.* runs/quickstart_moe.*)$", "\n".join(texts), re.MULTILINE
     )

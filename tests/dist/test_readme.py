@@ -16,13 +16,13 @@ import pytest
 
 from megapipe.cli import parse
 from tests.parity.clone import make_clone, run
-from tests.parity.marks import in_parts
 from tests.parity.pages import blocks
+from tests.parity.tiers import in_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ELSEWHERE = ("On 8 GPUs", "On SLURM", "In Docker")
-"""Sections whose commands are not for any machine."""
+"""Sections whose commands are not for every machine."""
 SHORT = (
     "train.steps=3 train.sequence_length=32 train.validation_samples=8 data.source=text.jsonl "
     "log.every=1"
@@ -30,7 +30,7 @@ SHORT = (
 
 
 def commands(*, here: bool) -> list[str]:
-    """The commands of the README in its order."""
+    """Return the commands of the README in its order."""
     found = []
     for section in re.split(r"^## ", README, flags=re.MULTILINE):
         if (section.partition("\n")[0] not in ELSEWHERE) == here:
@@ -46,7 +46,7 @@ def trains(command: str) -> bool:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What a fresh clone has, and a text."""
+    """Make what a fresh clone has, and a text."""
     clone = tmp_path / "megapipe"
     make_clone(clone)
     lines = [f'{{"text": "def f{i}(x):\\n    return x + {i}\\n"}}\n' for i in range(400)]
@@ -79,7 +79,7 @@ def test_commands_work_one_after_the_other(clone: Path, run_name: str) -> None:
     printed = run(clone, [f"{c} {SHORT}" if trains(c) else c for c in wanted])
     more, going_on, export = (
         re.search(rf"^{name} +(\S.*)$", printed, re.MULTILINE)[1]  # type: ignore[index]
-        for name in ("more text", "to go on", "to export")
+        for name in ("to generate", "to continue", "to export")
     )
     assert more.startswith(".venv/bin/python -m megapipe generate runs/quickstart-")
     assert "step 6/6" in run(clone, [more, going_on, export])
@@ -106,7 +106,7 @@ def test_other_commands_name_what_is_there() -> None:
         for word in words:
             if word.endswith(".yaml"):
                 settings = words[words.index(word) :]
-                parse([word for word in settings if word != "--dry-run"])
+                parse(settings)
             if re.search(r"\.(py|sbatch|sh)$", word):
                 assert (ROOT / word).is_file(), word
         if "build" in words:

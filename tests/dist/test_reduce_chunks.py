@@ -19,14 +19,14 @@ from megapipe.optim.shard import Shard
 from megapipe.schedule.program import Action, ActionKind
 from megapipe.testing import World, run_world
 from tests.parity import reference
-from tests.parity.chosen import chosen, evenly
 from tests.parity.collective_recorder import recording
-from tests.parity.marks import in_parts
+from tests.parity.forced_routing import chosen, evenly
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.ranks import Case, Rows, configure, run_cases
+from tests.parity.tiers import in_parts
 
 SMALL = 1e-6
-"""Every matrix is a piece."""
+"""MiB of a chunk, by which every matrix is a piece."""
 BLOCK = 0.02
 """MiB of gradients in fp32: more than those of a block's matrices."""
 DATA = Case(dp=2, m=2, dtype="fp32", layers=4)
@@ -61,7 +61,7 @@ def gradients(case: Case, outcomes: list[Outcome], step: int) -> dict[str, Tenso
 
 
 def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
-    """But for the norm, which adds up the squares of other slices, in fp64."""
+    """Compare bits of all but the norm, which adds up the squares of other shards, in fp64."""
     for one, two in zip(plain, other, strict=True):
         assert one.losses == two.losses, case.name
         assert one.norms == pytest.approx(two.norms, rel=1e-15)
@@ -77,8 +77,8 @@ def assert_same(case: Case, plain: list[Outcome], other: list[Outcome]) -> None:
 
 @in_parts(("world", "every"), [(2, 1), (2, 3), (4, 1), (6, 1)], full=[(2, 3)])
 def test_pieces_change_no_bit(world: int, every: int) -> None:
-    """Row 7.14 (Lina): losses, gradients and weights, of experts too, are bitwise those of
-    gradients reduced whole."""
+    """Losses, gradients and weights, of experts too, are bitwise those of gradients reduced whole
+    (Lina)."""
     here = [case for case in CASES if case.world == world][::every]
     cut = [replace(case, reduce_chunk_mib=mib) for case in here for mib in (None, SMALL, BLOCK)]
     ranks = run_world(world, run_cases, cut)
@@ -92,7 +92,8 @@ START = Shard.start_reduce
 
 
 def sent(world: World, cases: list[Case]) -> list[list[tuple[int, int, bool]]]:
-    """Per case the reductions of a step: (stage, length, within an operation of that stage?)."""
+    """Return, for each case, the reductions of a step: (stage, length, within an operation of that
+    stage?)."""
     found = []
     for case in cases:
         config, layout = configure(case)
@@ -148,8 +149,8 @@ def test_pieces_leave_within_the_last_operation(case: Case) -> None:
 
 
 def begun(world: World) -> list[list[tuple[str, int]]]:
-    """The collectives of a step whose tokens go to experts of both ranks, and to those of one
-    alone: rows to experts and back, and reductions with their length."""
+    """Return the collectives of a step whose tokens go to experts of both ranks, and of one whose
+    tokens go to one rank's: rows to experts and back, and reductions with their length."""
     case = replace(EXPERTS, m=1, tied=False, reduce_chunk_mib=SMALL)
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(case.grid))
@@ -165,8 +166,8 @@ def begun(world: World) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.full
 def test_pieces_leave_between_exchanges_of_rows_at_a_fixed_place() -> None:
-    """Those that are complete, before rows of the next layer of the backward travel; experts here
-    have no copies."""
+    """Pieces that are complete leave before rows of the next layer of the backward are sent;
+    experts have no replicas here."""
     (even, one), *others = run_world(2, begun)
     assert even == one, "whatever is chosen"
     assert others == [[even, one]], "on every rank"

@@ -38,7 +38,7 @@ def settings(folder: Path, **given: str) -> list[str]:
 def run(
     folder: Path, faults: dict[int, int], *options: str, action: str = KILL, **given: str
 ) -> Outcome:
-    """Two ranks; at each of these steps the second has a fault, so many times."""
+    """Run two ranks; at each of these steps the second has a fault, the given number of times."""
     launch = launched_with(faulty(folder, faults, action), "--nproc", "2", *options)
     with Job(folder, 120) as job:
         job.start([*launch, "train.py", *settings(folder, **given)])
@@ -46,7 +46,8 @@ def run(
 
 
 def faulty(folder: Path, faults: dict[int, int], action: str = KILL) -> Path:
-    """The callbacks of ranks of which the second has a fault at these steps, so many times."""
+    """Write the callbacks of ranks: the second has a fault at each of these steps, as often as
+    given."""
     for step, times in faults.items():
         (folder / f"fault-{step}").write_text(str(times))
     path = folder / "faulty.py"
@@ -55,12 +56,10 @@ def faulty(folder: Path, faults: dict[int, int], action: str = KILL) -> Path:
 
 
 def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
-    outcome = run(tmp_path, {4: 1, 7: 1}, "--restarts", "1")
+    outcome = run(tmp_path, {4: 1, 7: 1}, "--max-restarts", "1")
     assert outcome.codes == [0], outcome.text
-    said = [text for text in outcome.text.splitlines() if "starting again" in text]
-    assert said == [
-        f"megapipe: starting again after step {step} (1 of 1), in 1 s" for step in (3, 6)
-    ]
+    said = [text for text in outcome.text.splitlines() if "restarting" in text]
+    assert said == [f"megapipe: restarting after step {step} (1 of 1), in 1 s" for step in (3, 6)]
     assert outcome.text.count("resumed from") == 2
     whole = run_forked(tmp_path, 2, *settings(tmp_path, **{"run.name": "whole"}))
     assert set(whole.codes) == {0}, whole.text
@@ -73,7 +72,7 @@ def test_two_kills_and_an_exception_change_no_bit(tmp_path: Path) -> None:
 def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
     """It is told, and is not started again."""
     given = settings(tmp_path, **ENDLESS, **{"checkpoint.every": "0"})
-    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "3", "train.py", *given]
+    launch = ["-m", "megapipe.launch", "--nproc", "2", "--max-restarts", "3", "train.py", *given]
     with Job(tmp_path, 120) as first:
         launcher = first.start(launch)
         first.await_text("| loss")
@@ -82,7 +81,7 @@ def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
             second.start(launch)
             other = second.end()
         other.assert_one_line(2, "runs/run is in use by process ", "end that job first")
-        assert "starting again" not in other.text
+        assert "restarting" not in other.text
         launcher.send_signal(signal.SIGTERM)
         outcome = first.end()
     assert outcome.codes == [75], outcome.text
@@ -93,11 +92,11 @@ def test_a_second_job_leaves_the_first_one_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_faults_at_a_step_go_back_to_an_older_checkpoint(tmp_path: Path) -> None:
     """Where they were chance that costs time, and no bit."""
-    here = {"checkpoint.background": "false"}  # step 4 is saved before step 6 fails
-    outcome = run(tmp_path, {6: 2}, "--restarts", "3", **here)
+    here = {"checkpoint.async_save": "false"}  # step 4 is saved before step 6 fails
+    outcome = run(tmp_path, {6: 2}, "--max-restarts", "3", **here)
     assert outcome.codes == [0], outcome.text
     assert "(2 of 3), in 2 s, from before step 4" in outcome.text
-    assert "step-00000004: starts from it, or before it, have failed" in outcome.text
+    assert "step-00000004: starts from it, or from before it, failed" in outcome.text
     names = {path.name for path in (tmp_path / "runs/run/checkpoints").iterdir()}
     assert {".failed-step-00000004", "step-00000004", "step-00000004.1"} <= names
     whole = run_forked(tmp_path, 2, *settings(tmp_path, **{**here, "run.name": "whole"}))
@@ -129,12 +128,12 @@ def test_a_checkpoint_that_kills_whoever_loads_it(tmp_path: Path) -> None:
     checkpoints = tmp_path / "runs/run/checkpoints"
     (checkpoints / "step-00000006/poison").touch()
     with Job(tmp_path, 120) as job:
-        launch = launched_with(script, "--nproc", "2", "--restarts", "3")
+        launch = launched_with(script, "--nproc", "2", "--max-restarts", "3")
         job.start([*launch, "train.py", *settings(tmp_path)])
         outcome = job.end()
     assert outcome.codes == [0], outcome.text
-    said = [text for text in outcome.text.splitlines() if "starting again" in text]
-    words = "megapipe: starting again after a start without a step"
+    said = [text for text in outcome.text.splitlines() if "restarting" in text]
+    words = "megapipe: restarting after a start without a step"
     assert said == [f"{words} (1 of 3), in 1 s", f"{words} (2 of 3), in 2 s, from before step 6"]
     assert f"resumed from {checkpoints / 'step-00000004'} at step 4 of 8" in outcome.text
     assert (checkpoints / "step-00000006.1").is_dir()
@@ -142,18 +141,19 @@ def test_a_checkpoint_that_kills_whoever_loads_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_many(tmp_path: Path) -> None:
-    outcome = run(tmp_path, {3: 9}, "--restarts", "2")
+    outcome = run(tmp_path, {3: 9}, "--max-restarts", "2")
     assert outcome.codes == [8], outcome.text
     assert outcome.errors[-1] == (
-        "megapipe: error: 2 starts in a row came no further than step 2; the last ended with exit "
-        "code 137"
+        "megapipe: error: 2 starts in a row did not get beyond step 2; the last ended with "
+        "exit code 137"
     )
 
 
 @pytest.mark.slow
 def test_what_is_not_started_again(tmp_path: Path) -> None:
-    """A mistake, a rank that is killed before it trains, a program that is no run, a wish."""
-    launch = ["-m", "megapipe.launch", "--restarts", "3", "--nproc", "2"]
+    """It may be a mistake, a rank that is killed before it trains, a program that is not a run, or
+    a request."""
+    launch = ["-m", "megapipe.launch", "--max-restarts", "3", "--nproc", "2"]
     for program, code in (
         (["train.py", *settings(tmp_path), "model.hiden=16"], 2),
         (["-c", "import os; os.kill(os.getpid(), 9)"], 137),
@@ -176,7 +176,7 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     """Whichever of them has lost a rank."""
     port = free_port()
     nodes = launched_with(faulty(tmp_path, {4: 1, 7: 1}), "--nnodes", "2", "--nproc", "1")
-    nodes += ["--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}", "--restarts", "1"]
+    nodes += ["--rdzv-id", "a", "--rdzv-endpoint", f"localhost:{port}", "--max-restarts", "1"]
     with Job(tmp_path, 120) as job:
         for number in range(2):
             job.start([*nodes, "train.py", *settings(tmp_path)])
@@ -184,4 +184,4 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
                 job.await_store(port)
         outcome = job.end()
     assert outcome.codes == [0, 0], outcome.text
-    assert outcome.text.count("starting again") == 2, "one node speaks"
+    assert outcome.text.count("restarting") == 2, "one node speaks"

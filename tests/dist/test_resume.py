@@ -19,11 +19,10 @@ from megapipe.generate import Generator, find_checkpoint
 from megapipe.inference import load_model
 from megapipe.layout.resolve import resolve
 from megapipe.testing import run_world
-from megapipe.train.callbacks.saving import Clock
+from megapipe.train.callbacks.checkpointing import Clock
 from tests.parity import reference
 from tests.parity.jobs import Job, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.stopped_runs import (
     BASE,
     DP,
@@ -38,6 +37,7 @@ from tests.parity.stopped_runs import (
     run,
     save_as_loaded,
 )
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -55,20 +55,20 @@ CASES = {
                              "pipeline.chunks": "2", "pipeline.schedule": "interleaved_1f1b"},
     "dp2 pp2 lion, fp16, zero 2": {**DP, "optimizer.rule": "lion", "model.dtype": "fp16",
                                    "optimizer.zero": "2", "optimizer.loss_scale_window": "3"},
-    "dp2 pp2 no masters, disk": {**DP, "model.dtype": "bf16", "optimizer.master": "none",
+    "dp2 pp2 no masters, disk": {**DP, "model.dtype": "bf16", "optimizer.master_weights": "none",
                                  "optimizer.state_dtype": "bf16", "optimizer.offload": "disk"},
-    "dp2 pp2 look ahead": {**DP, "optimizer.look_ahead": "2"},
-    "dp2 pp2 double buffer": {**DP, "pipeline.weights": "double_buffer",
+    "dp2 pp2 look ahead": {**DP, "optimizer.weight_prediction": "2"},
+    "dp2 pp2 double buffer": {**DP, "pipeline.weight_versions": "double_buffer",
                               "model.tied_embeddings": "false"},
-    "tp2 pp2 stash, bf16, muon": {**TP, "pipeline.weights": "stash", "model.dtype": "bf16",
+    "tp2 pp2 stash, bf16, muon": {**TP, "pipeline.weight_versions": "stash", "model.dtype": "bf16",
                                   "model.tied_embeddings": "false", "optimizer.rule": "muon",
                                   "optimizer.clip_scope": "stage"},
     "tp2 pp2 slices": {**TP, "model.dropout": "0.1", "pipeline.schedule": "seq1f1b"},
     "cp4 usp, bf16, attention kept": {**CP, "model.dtype": "bf16", "activations.policy": "full",
                                       "activations.keep_attention": "true"},
     "cp2 dp2 zero 3, queries travel": {**CP, "parallel.dp": "2", "parallel.cp": "2",
-                                       "context.ulysses": "1", "context.travels": "queries",
-                                       "optimizer.zero": "3"},
+                                       "context.backward_circulates": "queries",
+                                       "context.ulysses": "1", "optimizer.zero": "3"},
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_a_prefix_of_a_run_is_saved_and_goes_on_as_the_whole(tmp_path: Path) -> 
     assert all(begun[0]["steps"][i] == full[0]["steps"][i] for i in (1, 2, 3))
     assert parts[0]["first_step"] == 3
     assert_continues(parts, full)
-    assert "ended after step 3 of 8" in (tmp_path / "runs/parts/log.jsonl").read_text()
+    assert "stopped after step 3 of 8" in (tmp_path / "runs/parts/log.jsonl").read_text()
 
 
 @in_parts("schedule", ["1f1b", "chimera"], full=["chimera"])
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path) -> None:
         for record in map(json.loads, (tmp_path / "runs/full/log.jsonl").read_text().splitlines())
         if record["kind"] == "note"
     ]
-    assert any("passed over a damaged checkpoint" in n and f"{STEPS:08d}/" in n for n in notes)
+    assert any("skipped a damaged checkpoint" in n and f"{STEPS:08d}/" in n for n in notes)
     assert any(n.startswith("resumed from") and f"{HALF:08d}" in n for n in notes)
 
     damage(checkpoint(tmp_path, "full", HALF))
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path) -> None:
         kind, text = rank["error"]
         assert kind is CheckpointError
         assert "no checkpoint to resume from: " in text
-        assert "to begin anew set run.resume=never" in text
+        assert "to start over set run.resume=never" in text
     assert [rank["first_step"] for rank in anew] == [0, 0]
     load = {"checkpoint.load": str(checkpoint(tmp_path, "full", HALF))}
     (refused,) = run(tmp_path, Play("loads", {**one, **load}), world=2)
@@ -182,7 +182,7 @@ def test_whether_to_resume_can_be_demanded(tmp_path: Path) -> None:
         assert rank["error"][0] is ConfigError
         assert "run.resume" in rank["error"][1]
     for rank in ended:
-        assert "the run is finished; to train on raise train.steps" in rank["finished"]
+        assert "the run is finished; to train on, raise train.steps" in rank["finished"]
 
 
 @in_parts("sign", [signal.SIGUSR1, signal.SIGINT], full=[signal.SIGUSR1])
@@ -218,7 +218,7 @@ class Always(Clock):
 
 @in_parts("trust", [False, True], full=[True])
 def test_one_clock_decides_when_all_save(trust: bool, tmp_path: Path) -> None:
-    """That of rank 0; with validation after the fact it is heard a step later."""
+    """Rank 0's clock does; with validation after the fact it is heard a step later."""
     given = {"parallel.pp": "2", "checkpoint.every": "0", "checkpoint.keep": "9",
              "optimizer.post_validation": str(trust).lower()}  # fmt: skip
     hasty = functools.partial(Always, 1.0)
@@ -248,10 +248,12 @@ def test_a_signal_stops_a_run_that_validates_after_the_fact(every: str, tmp_path
 def test_a_checkpoint_of_another_update_rule_is_refused(tmp_path: Path) -> None:
     """muon's state has adamw's names, and means something else."""
     load = {"checkpoint.load": str(checkpoint(tmp_path, "muon", HALF))}
-    muon = {**DP, "optimizer.rule": "muon", "optimizer.clip": "null"}
+    muon = {**DP, "optimizer.rule": "muon", "optimizer.max_grad_norm": "null"}
     _, other = run(tmp_path, Play("muon", muon), Play("adamw", {**DP, **load}))
     for rank in other:
-        assert "is of optimizer.rule=muon, the configuration has adamw" in rank["error"][1]
+        assert (
+            "was made with optimizer.rule=muon, but the configuration has adamw" in rank["error"][1]
+        )
 
 
 def test_another_number_of_threads_at_a_resume_is_told(tmp_path: Path) -> None:
@@ -291,7 +293,7 @@ def test_generation_computes_what_the_reference_does(case: str, tmp_path: Path) 
     expected = reference.logits(params, config, torch.tensor([ids]))[0, -1, :VOCABULARY]
     logits = Generator(model).read([ids], room=1).logits()[0, :VOCABULARY]
     assert torch.allclose(logits, expected, rtol=0, atol=1e-5)
-    text = ["--prompt", "the cat", "--tokens", "5", "--temperature", "0"]
+    text = ["--prompt", "the cat", "--max-new-tokens", "5", "--temperature", "0"]
     outcome = run_forked(tmp_path, 1, str(folder), *text, script="scripts/generate.py")
     assert outcome.codes == [0]
     assert outcome.text.startswith("the cat")
@@ -302,7 +304,7 @@ def test_the_run_folder_tells_what_ran(tmp_path: Path) -> None:
     given = {**tiny(tmp_path), "log.tensorboard": "true", "log.wandb": "offline"}
     outcome = run_forked(tmp_path, 1, *arguments(given))
     assert outcome.codes == [0], outcome.text
-    assert "does not take records" not in outcome.text
+    assert "does not accept records" not in outcome.text
     folder = tmp_path / "runs/run"
     tokenizer = load_tokenizer("byte")
     resolved, _ = resolve(parse(arguments(given)).config, 1, tokenizer.vocab_size)

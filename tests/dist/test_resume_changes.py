@@ -72,7 +72,7 @@ def test_another_seed_or_corpus_is_refused_or_begins_its_data_anew(tmp_path: Pat
 
 
 def test_the_record_of_a_run_is_kept(tmp_path: Path) -> None:
-    """By a start that does nothing; one that goes on adds its own."""
+    """A start that does nothing keeps the record; one that goes on adds its own."""
     settings = {**ONE, "train.stop_after": "2"}
     more = {**ONE, "train.stop_after": "3", "optimizer.lr": "0.5"}
     beyond = {**ONE, "train.steps": "2", "optimizer.schedule": "constant"}
@@ -88,7 +88,7 @@ def test_the_record_of_a_run_is_kept(tmp_path: Path) -> None:
         )
     )
     assert begun["error"] is None
-    assert "train.stop_after=2: to train on raise it, or set null" in idle["finished"]
+    assert "train.stop_after=2: to train on, raise it or set it to null" in idle["finished"]
     assert went_on["error"] is None
     assert past["error"][0] is ConfigError
     assert "is of step 3, where train.steps=2 leaves nothing to do" in past["error"][1]
@@ -109,7 +109,7 @@ def test_the_command_to_go_on_does_after_a_part_after_the_whole_and_again(tmp_pa
         done = run_forked(tmp_path, 1, *words)
         assert done.codes == [0], done.text
         assert f" step {steps} " in done.text
-        command = shlex.split(next_commands(folder)["to go on"])
+        command = shlex.split(next_commands(folder)["to continue"])
         words = command[command.index("train") + 1 :]
         if steps == "2/4":
             words.append("optimizer.lr=0.004")

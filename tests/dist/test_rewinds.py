@@ -1,4 +1,4 @@
-"""Runs with numbers that cannot be right: they stop, skip, or go back and leave samples out."""
+"""Runs with anomalies: they stop, skip, or rewind and skip samples."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from megapipe.checkpoint import Checkpoint
-from megapipe.observe.samples import check, read_samples
-from megapipe.train.judge import BadStep
-from tests.parity.marks import in_parts
+from megapipe.observe.sample_log import check, read_samples
+from megapipe.train.anomaly_detection import BadStep
 from tests.parity.poison import Poison
 from tests.parity.stopped_runs import DP, STEPS, TP, Play, assert_same_files, checkpoint, run
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
-REWIND = {"numbers.non_finite": "rewind", "checkpoint.every": "2", "log.samples": "true"}
-SPIKES = {"numbers.spike_factor": "40", "numbers.spike_window": "4"}
-SKIP = {"numbers.non_finite": "skip"}
+REWIND = {"health.non_finite": "rewind", "checkpoint.every": "2", "log.sample_ids": "true"}
+SPIKES = {"health.spike_factor": "40", "health.spike_window": "4"}
+SKIP = {"health.non_finite": "skip"}
 BAD = (43, 44)
-"""A sample of step 6, which takes those from 40 to 47."""
-LEFT_OUT = {"numbers.skip_samples": "[[40,48]]"}
+"""Range of a sample of step 6, which takes those from 40 to 47."""
+LEFT_OUT = {"health.skip_samples": "[[40,48]]"}
 
 
 def notes(folder: Path, name: str) -> list[str]:
@@ -35,7 +35,7 @@ def notes(folder: Path, name: str) -> list[str]:
 
 
 def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    """Every step, the weights and the states, to the bit."""
+    """Check that every step, the weights and the states are the same, to the bit."""
     for mine, theirs in zip(one, other, strict=True):
         assert mine["error"] is theirs["error"] is None
         assert mine["steps"] == theirs["steps"]
@@ -53,12 +53,12 @@ CASES: dict[str, tuple[Mapping[str, str], Poison]] = {
     "states": ({**DP, "optimizer.zero": "3"}, Poison("state", 1, *BAD, factor=math.inf)),
     "post-validation": ({**DP, "optimizer.post_validation": "true"}, Poison("gradient", 0, *BAD)),
     "fp16 and background": (
-        {**DP, "model.dtype": "fp16", "checkpoint.background": "true"},
+        {**DP, "model.dtype": "fp16", "checkpoint.async_save": "true"},
         Poison("loss", 3, *BAD),
     ),
     "a spike of the loss": ({**DP, **SPIKES}, Poison("loss", 3, *BAD, factor=1e4)),
     "a spike of the norm": (
-        {**DP, **SPIKES, "optimizer.post_validation": "true", "optimizer.clip": "null"},
+        {**DP, **SPIKES, "optimizer.post_validation": "true", "optimizer.max_grad_norm": "null"},
         Poison("gradient", 1, *BAD, factor=1e9),
     ),
 }
@@ -69,7 +69,7 @@ def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_pa
     """Bitwise, also where it is stopped after that and goes on."""
     given, poison = CASES[case]
     settings = {**given, **REWIND}
-    waits = {**settings, "checkpoint.background": "false"}  # or what is cut may lack its last save
+    waits = {**settings, "checkpoint.async_save": "false"}  # or what is cut may lack its last save
     back, _, rest, anew = run(
         tmp_path,
         Play("back", settings, callbacks=(poison,)),
@@ -79,13 +79,13 @@ def test_a_run_that_goes_back_is_the_one_without_those_samples(case: str, tmp_pa
     )
     assert_alike(back, anew)
     for name in ("back", "parts"):
-        (line,) = [note for note in notes(tmp_path, name) if "gone back" in note]
-        assert "to step 4, " in line
-        assert "samples 40 to 47 are left out" in line
-        assert line.endswith("numbers.skip_samples=[[40,48]]")
-        taken, left_out, *_ = check(read_samples(tmp_path / "runs" / name))
+        (line,) = [note for note in notes(tmp_path, name) if "rewound" in note]
+        assert "to step 4 (" in line
+        assert "samples 40 to 47 are skipped" in line
+        assert line.endswith("health.skip_samples=[[40,48]]")
+        taken, skipped_samples, *_ = check(read_samples(tmp_path / "runs" / name))
         assert taken == "steps 1 to 8 took samples 0 to 71 of the run, each once and in order"
-        assert left_out == "left out: 8 samples, 40 to 47"
+        assert skipped_samples == "skipped: 8 samples, 40 to 47"
     assert rest[0]["first_step"] == 6
     for mine, theirs in zip(rest, anew, strict=True):
         assert all(result == theirs["steps"][step] for step, result in mine["steps"].items())
@@ -141,10 +141,10 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
     plays = (
         Play("loss", {"parallel.tp": "2"}, callbacks=(loss,)),
         Play("stop", two, callbacks=(always,)),
-        Play("skip", {**two, **SKIP, "numbers.most_skipped": "2"}, callbacks=(always,)),
+        Play("skip", {**two, **SKIP, "health.max_consecutive_skips": "2"}, callbacks=(always,)),
         Play("states", {**two, **SKIP}, callbacks=(states,)),
         Play("none", {**two, **REWIND, "checkpoint.every": "0"}, callbacks=(always,)),
-        Play("often", {**two, **REWIND, "numbers.rewinds": "2"}, callbacks=(always,)),
+        Play("often", {**two, **REWIND, "health.max_rewinds": "2"}, callbacks=(always,)),
     )
     for this, ranks in zip(plays, run(tmp_path, *plays, world=2), strict=True):
         kinds, texts = zip(*(rank["error"] for rank in ranks), strict=True)
@@ -153,17 +153,17 @@ def test_what_cannot_be_mended_ends_a_run_on_all_ranks(tmp_path: Path) -> None:
         (text,) = set(texts)
         expected = {
             "loss": "step 6: loss nan, gradient norm",
-            "stop": "computed again with the same result: persistent, of data and weights; lower "
-            "optimizer.lr or resume from an earlier checkpoint",
+            "stop": "replayed with the same result: the cause is in data or weights, not in a "
+            "device; lower optimizer.lr or resume from an earlier checkpoint",
             "skip": "step 8: loss",
-            "states": "update 6 has left weights or optimizer states that are not finite",
-            "none": "there is no checkpoint to go back to; lower optimizer.lr",
-            "often": "step-00000004 2 times, and numbers.rewinds=2; lower optimizer.lr",
+            "states": "update 6 made weights or optimizer states that are not finite",
+            "none": "there is no checkpoint to rewind to; lower optimizer.lr",
+            "often": "step-00000004 2 times, and health.max_rewinds=2; lower optimizer.lr",
         }
         assert expected[this.name] in text, text
     skipped = [note for note in notes(tmp_path, "skip") if "is skipped" in note]
     assert [note.split(":")[0] for note in skipped] == ["step 6 is skipped", "step 7 is skipped"]
-    assert sum("gone back" in note for note in notes(tmp_path, "often")) == 2
+    assert sum("rewound" in note for note in notes(tmp_path, "often")) == 2
 
 
 def test_a_batch_that_grows_and_a_mixture_go_on_with_later_samples(tmp_path: Path) -> None:
@@ -183,19 +183,19 @@ def test_a_batch_that_grows_and_a_mixture_go_on_with_later_samples(tmp_path: Pat
     back, anew = run(
         tmp_path,
         Play("back", given, callbacks=(poison,)),
-        Play("anew", {**given, "numbers.skip_samples": "[[16, 24]]"}),
+        Play("anew", {**given, "health.skip_samples": "[[16, 24]]"}),
         world=2,
     )
     assert_alike(back, anew)
-    (line,) = [note for note in notes(tmp_path, "back") if "gone back" in note]
-    assert "to step 4, " in line
-    assert "samples 16 to 23 are left out" in line
+    (line,) = [note for note in notes(tmp_path, "back") if "rewound" in note]
+    assert "to step 4 (" in line
+    assert "samples 16 to 23 are skipped" in line
     for name in ("back", "anew"):
         log = (tmp_path / "runs" / name / "log.jsonl").read_text().splitlines()
         last = [record for record in map(json.loads, log) if record["kind"] == "step"][-1]
         assert last["samples"] == sum(each["samples"] for each in last["sources"].values()) == 48
-        _, left_out, *sources = check(read_samples(tmp_path / "runs" / name))
-        assert left_out == "left out: 8 samples, 16 to 23"
+        _, skipped_samples, *sources = check(read_samples(tmp_path / "runs" / name))
+        assert skipped_samples == "skipped: 8 samples, 16 to 23"
         counts = {text.split(":")[0]: int(text.split()[1]) for text in sources}
         assert counts == {key: each["samples"] for key, each in last["sources"].items()}
 
@@ -211,7 +211,8 @@ AGAIN: dict[str, tuple[Mapping[str, str], Poison]] = {
             **DP,
             "optimizer.post_validation": "true",
             "pipeline.schedule": "zb_h1",
-            "optimizer.clip": "null",  # nothing but the fault is a reason to undo an update
+            # nothing but the fault is a reason to undo an update
+            "optimizer.max_grad_norm": "null",
         },
         Poison("gradient", 2, *BAD, times=1),
     ),
@@ -228,15 +229,15 @@ AGAIN: dict[str, tuple[Mapping[str, str], Poison]] = {
     [pytest.param(case, marks=[pytest.mark.slow] * (case != "post-validation")) for case in AGAIN],
 )
 def test_a_fault_of_a_device_is_told_and_leaves_no_trace(case: str, tmp_path: Path) -> None:
-    """Once NaN, which is computed again by itself; once another number, where each step is."""
+    """A NaN is recomputed by itself; another wrong number is, where each step is."""
     given, nan = AGAIN[case]
     finite = replace(nan, factor=1.5)
     clean, once, twice, thrice = run(
         tmp_path,
         Play("clean", given),
         Play("once", given, callbacks=(nan,)),
-        Play("twice", {**given, "numbers.rerun_every": "1"}),
-        Play("thrice", {**given, "numbers.rerun_every": "3"}, callbacks=(finite,)),
+        Play("twice", {**given, "health.replay_every": "1"}),
+        Play("thrice", {**given, "health.replay_every": "3"}, callbacks=(finite,)),
     )
     for ranks in (once, twice, thrice):
         assert_alike(ranks, clean)
@@ -247,6 +248,6 @@ def test_a_fault_of_a_device_is_told_and_leaves_no_trace(case: str, tmp_path: Pa
     assert told["clean"] == told["twice"] == []
     (line,) = told["once"]
     assert line.startswith("step 6: loss ")
-    assert line.endswith("a transient fault of a device, and the second result is used")
+    assert line.endswith("a transient device fault, and the second result is used")
     (line,) = told["thrice"]
     assert line.startswith("step 6: computed three times (loss ")

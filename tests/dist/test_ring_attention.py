@@ -19,26 +19,26 @@ from torch.utils._pytree import tree_leaves
 from megapipe.assembly.context import make_context
 from megapipe.cli import parse
 from megapipe.config.config import Config
-from megapipe.context.entries import ScoreRect
+from megapipe.context.score_rects import ScoreRect
 from megapipe.distributed.collectives import all_gather, reduce_scatter, start_all_to_all
 from megapipe.distributed.exchange import PeerMessage, PendingExchange, start_exchange
 from megapipe.distributed.mesh import Grid
-from megapipe.layers import reshard as reshard_module
 from megapipe.layers import ring_attention
+from megapipe.layers import ulysses_all_to_all as reshard_module
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import TORCH_DTYPES
-from megapipe.layers.reshard import ulysses_all_to_all
+from megapipe.layers.ulysses_all_to_all import ulysses_all_to_all
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.ops.block_attention import CpuFlash, MathTile
 from megapipe.ops.documents import Documents
 from megapipe.ops.scores import PLAIN
-from megapipe.plan.context_choice import Attention, Places, bytes_sent
+from megapipe.ops.tile_attention import CpuFlash, MathTile
+from megapipe.plan.context_options import Attention, CpTopology, bytes_sent
 from megapipe.plan.unit import on_the_wire
 from megapipe.testing import World, run_world
 from megapipe.util.dtypes import Dtype
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 B, D = 2, 8
 
@@ -53,10 +53,10 @@ class Setting:
     groups: int = 4
     explicit: bool = False
     rows: int = 4
-    """Positions of a rank."""
+    """Number of positions of a rank."""
     dtype: Dtype = "fp64"
     documents: bool = False
-    """Attention ends at documents, of about twelve tokens."""
+    """Whether attention ends at documents, of about twelve tokens."""
 
     def __str__(self) -> str:
         words = " ".join(key.removeprefix("context.") for key in self.keys) or "ring"
@@ -70,10 +70,10 @@ class Setting:
         return self._resolved()[1]
 
     def sends(self, what: Pass, index: int) -> int:
-        """Bytes that a rank sends by the formula that compares ways to attend."""
+        """Return the bytes that a rank sends by the formula that compares ways to attend."""
         config, _ = self._resolved()
         own = Attention.of(config)
-        return sum(size for _, size in bytes_sent(own, Places(config), what, index))
+        return sum(size for _, size in bytes_sent(own, CpTopology(config), what, index))
 
     def _resolved(self) -> tuple[Config, Layout]:
         config = parse(
@@ -94,35 +94,41 @@ class Setting:
         return resolve(config, self.cp, None)
 
 
-DOUBLE = ("plan=double_ring", "inner=2")
-HELPERS = ("plan=helpers", "order=contiguous")
+DOUBLE = ("algorithm=double_ring", "inner_ring_size=2")
+HELPERS = ("algorithm=helpers", "position_split=contiguous")
 SETTINGS = [
     *(Setting(n) for n in (2, 3, 4, 8)),
-    *(Setting(n, ("order=striped",)) for n in (2, 3, 4)),
-    *(Setting(n, ("order=contiguous",)) for n in (2, 3)),
-    *(Setting(n, ("travels=queries",), groups=g) for n, g in ((2, 4), (3, 2), (4, 1))),
+    *(Setting(n, ("position_split=striped",)) for n in (2, 3, 4)),
+    *(Setting(n, ("position_split=contiguous",)) for n in (2, 3)),
+    *(Setting(n, ("backward_circulates=queries",), groups=g) for n, g in ((2, 4), (3, 2), (4, 1))),
     *(Setting(n, HELPERS) for n in (2, 3, 4, 8)),
     *(Setting(n, DOUBLE) for n in (4, 6, 8)),
-    Setting(6, ("plan=double_ring", "inner=3", "travels=queries")),
-    Setting(8, ("plan=double_ring", "inner=4")),
-    *(Setting(n, ("plan=teams", "team=2")) for n in (4, 8)),
-    *(Setting(n, ("plan=all_gather",)) for n in (2, 4)),
+    Setting(6, ("algorithm=double_ring", "inner_ring_size=3", "backward_circulates=queries")),
+    Setting(8, ("algorithm=double_ring", "inner_ring_size=4")),
+    *(Setting(n, ("algorithm=teams", "team_size=2")) for n in (4, 8)),
+    *(Setting(n, ("algorithm=all_gather",)) for n in (2, 4)),
     *(Setting(n, (f"ulysses={n}",), groups=g) for n, g in ((2, 4), (4, 2), (4, 1))),
     Setting(4, ("ulysses=2",), groups=2),
-    Setting(4, ("ulysses=2", "ranks=context_first"), groups=1),
+    Setting(4, ("ulysses=2", "rank_order=context_first"), groups=1),
     Setting(8, ("ulysses=2", *DOUBLE)),
-    Setting(8, ("ulysses=2", "ranks=context_first", *DOUBLE)),
-    Setting(9, ("plan=double_ring", "inner=3")),
+    Setting(8, ("ulysses=2", "rank_order=context_first", *DOUBLE)),
+    Setting(9, ("algorithm=double_ring", "inner_ring_size=3")),
     Setting(4, groups=2, explicit=True),
     Setting(3, rows=12, documents=True),
     # what travels in the type of accumulation is twice as many bytes there
-    *(Setting(3, keys, dtype="bf16") for keys in ((), ("travels=keys",), ("travels=queries",))),
-    *(Setting(4, keys, dtype="bf16") for keys in (("plan=teams", "team=2"), ("plan=all_gather",))),
+    *(
+        Setting(3, keys, dtype="bf16")
+        for keys in ((), ("backward_circulates=keys",), ("backward_circulates=queries",))
+    ),
+    *(
+        Setting(4, keys, dtype="bf16")
+        for keys in (("algorithm=teams", "team_size=2"), ("algorithm=all_gather",))
+    ),
 ]
 
 
 def full_tensors(setting: Setting) -> list[Tensor]:
-    """q, k, v and the gradient of the output, of all positions: [s, b, heads, d]."""
+    """Return q, k, v and the gradient of the output, of all positions: [s, b, heads, d]."""
     generator = torch.Generator().manual_seed(setting.cp)
     counts = (setting.heads, setting.groups, setting.groups, setting.heads)
     dtype = TORCH_DTYPES[setting.dtype]
@@ -145,15 +151,15 @@ class Seen(NamedTuple):
     """Output and gradients of this rank's rows."""
     rows: list[int]
     letters: list[tuple[int, int, int, int, int]]
-    """Of each message in order: exchange, sender, receiver, place among those that the sender has
-    for the receiver then, bytes; as the sender and as the receiver sees it."""
+    """Each message in order: exchange, sender, receiver, index among those that the sender has for
+    the receiver then, bytes; as the sender and as the receiver sees it."""
     sent: dict[str, int]
     """Bytes of messages of the forward and of the backward."""
     operations: list[tuple[tuple[int, ...], str, str, int]]
-    """Of each in order: the ranks of its group, forward or backward, which it is, and bytes of the
-    whole tensor; of an exchange of messages, whose bytes differ between ranks, 0."""
+    """Each operation in order: the ranks of its group, forward or backward, its name, and bytes of
+    the whole tensor; 0 for an exchange of messages, whose bytes differ between ranks."""
     begun: dict[str, list[int]]
-    """How many exchanges the rank has begun when it computes each of its blocks."""
+    """Numbers of exchanges that the rank has begun when it computes each of its blocks."""
 
 
 def attend(world: World, settings: Sequence[Setting]) -> list[Seen]:
@@ -226,10 +232,9 @@ def attend_once(world: World, setting: Setting) -> Seen:
 
 @in_parts("cp", sorted({setting.cp for setting in SETTINGS}), default=[4], full=3)
 def test_plans(cp: int) -> None:
-    """Rows 6.02 to 6.09 and 6.11: output and gradients are those of one process, and each rank
-    sends what the plan says, in an order that all members of a group share, before it computes
-    what it has. Row 6.08: with all or
-    none of the ranks splitting heads, there are no messages but Ulysses', or the ring's."""
+    """Output and gradients are those of one process, and each rank sends what the plan says, in an
+    order that all members of a group share, before it computes what it has. If all or none of the
+    ranks split heads, there are no messages but Ulysses', or the ring's."""
     settings = [setting for setting in SETTINGS if setting.cp == cp]
     for setting, *seen in zip(settings, *run_world(cp, attend, settings), strict=True):
         try:
@@ -271,9 +276,9 @@ def check(setting: Setting, seen: Sequence[Seen]) -> None:
     split = layout.split
     members = {"all_to_all": split.ulysses, "all_gather": split.ring, "reduce_scatter": split.ring}
     for index, each in enumerate(seen):
-        # the next blocks are on their way before one is computed
+        # the next blocks are in flight before one is computed
         for what in PASSES:
-            pairs = layout.context.part(what, split.place(index)[0]).pairs
+            pairs = layout.context.part(what, split.coordinates(index)[0]).pairs
             early = not layout.context.gathers and split.ring > 1
             rounds = [early * (n + 1) for n, pair in enumerate(pairs) if pair is not None]
             assert each.begun[what] == rounds, what
@@ -312,18 +317,18 @@ def attend_behind_one(world: World, settings: Sequence[Setting]) -> list[Seen]:
 def test_a_round_does_not_wait_for_the_messages_of_the_next() -> None:
     """A rank computes what it has though nobody has sent it anything since the round before."""
     settings = [
-        Setting(4, keys) for keys in ((), ("travels=keys",), DOUBLE, ("plan=teams", "team=2"))
+        Setting(4, keys)
+        for keys in ((), ("backward_circulates=keys",), DOUBLE, ("algorithm=teams", "team_size=2"))
     ]
     for setting, *seen in zip(settings, *run_world(4, attend_behind_one, settings), strict=True):
         check(setting, seen)
 
 
 def test_bytes_of_the_field() -> None:
-    """What a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64.
+    """Bytes that a rank sends for b L G d values of e bytes: the formulas of the papers, in fp64.
 
-    Rows 6.03, 6.06 (queries travel: 3/4 of the keys' bytes, and two values a row), 6.07
-    (4 b s h / n, of which 1/n stays) and 6.11; and 6.08: heads over 2 of 4 ranks leave a ring of 2,
-    whose blocks are twice as long.
+    If queries travel: 3/4 of the keys' bytes, and two values a row. Ulysses: 4 b s h / n, and 1/n
+    of that stays. Heads over 2 of 4 ranks leave a ring of 2, whose blocks are twice as long.
     """
     unit = B * 4 * 4 * D * 8  # of queries, or of keys, of 4 positions, 4 heads
 
@@ -331,15 +336,15 @@ def test_bytes_of_the_field() -> None:
         return {what: setting.sends(what, 0) for what in PASSES}
 
     lse = B * 4 * 4 * 8
-    keys = Setting(4, ("travels=keys",))
+    keys = Setting(4, ("backward_circulates=keys",))
     assert sent(keys) == {"F": 3 * 2 * unit, "I": 3 * 4 * unit}
-    assert sent(Setting(4, (*DOUBLE, "travels=keys"))) == sent(keys)
+    assert sent(Setting(4, (*DOUBLE, "backward_circulates=keys"))) == sent(keys)
     # what is fewer bytes travels by itself: queries, unless four heads share one of keys
-    assert sent(Setting(4, ("travels=queries",)))["I"] == 3 * (3 * unit + 2 * lse)
-    assert sent(Setting(4)) == sent(Setting(4, ("travels=queries",)))
-    grouped, back = Setting(4, groups=1), Setting(4, ("travels=queries",), groups=1)
+    assert sent(Setting(4, ("backward_circulates=queries",)))["I"] == 3 * (3 * unit + 2 * lse)
+    assert sent(Setting(4)) == sent(Setting(4, ("backward_circulates=queries",)))
+    grouped, back = Setting(4, groups=1), Setting(4, ("backward_circulates=queries",), groups=1)
     assert sent(grouped)["I"] == 3 * 4 * unit // 4 < sent(back)["I"]
-    teams = sent(Setting(4, ("plan=teams", "team=2")))["F"]
+    teams = sent(Setting(4, ("algorithm=teams", "team_size=2")))["F"]
     assert teams == 4 * unit + lse, "4 units against the ring's 6 (row 6.11)"
     assert sent(Setting(4, ("ulysses=4",))) == {"F": 3 * unit, "I": 3 * unit}
     both = sent(Setting(4, ("ulysses=2",)))
@@ -347,13 +352,13 @@ def test_bytes_of_the_field() -> None:
 
 
 def by_parts(world: World) -> list[Any]:
-    """A transformer over space and time, split over one of them at a time: two exchanges."""
+    """Run a transformer over space and time, split over one of them at a time: two exchanges."""
     mesh = world.mesh(Grid(cp=world.size))
     x, weight, grad = space_and_time()
     own = x.chunk(world.size, 1)[mesh.cp.index].clone().requires_grad_()
     weight.requires_grad_()
     with mock.patch(
-        "megapipe.layers.reshard.start_all_to_all", side_effect=_all_to_all()
+        "megapipe.layers.ulysses_all_to_all.start_all_to_all", side_effect=_all_to_all()
     ) as exchanges:
         y = over(own, weight, 0)
         y = ulysses_all_to_all(y, 0, 1, mesh.cp)
@@ -369,7 +374,7 @@ def _all_to_all() -> Any:
 
 
 def space_and_time() -> tuple[Tensor, Tensor, Tensor]:
-    """[space, time, h], a projection and the output's gradient."""
+    """Return x [space, time, h], a projection and the output's gradient."""
     generator = torch.Generator().manual_seed(0)
     shapes = (8, 4, 6), (6, 18), (8, 4, 6)
     x, weight, grad = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
@@ -377,14 +382,14 @@ def space_and_time() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def over(x: Tensor, weight: Tensor, dim: int) -> Tensor:
-    """Attention along a dimension of [space, time, h], for each index of the other."""
+    """Attend along a dimension of [space, time, h], for each index of the other."""
     q, k, v = (x @ weight).transpose(0, 1 - dim).chunk(3, -1)
     return x + scaled_dot_product_attention(q, k, v).transpose(0, 1 - dim)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_sequence_of_two_dimensions(n: int) -> None:
-    """Row 6.10: one exchange per switch, and one back."""
+    """There is one exchange per switch, and one back."""
     x, weight, grad = space_and_time()
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     y = over(over(x, weight, 0), weight, 1)
@@ -403,7 +408,7 @@ class _Largest(TorchDispatchMode):
 
     nbytes = 0
     mask = 0
-    """Of truth values."""
+    """Bytes of the largest storage of booleans."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -427,19 +432,22 @@ def largest_storages(world: World, settings: Sequence[Setting]) -> list[tuple[in
 
 
 def test_no_storage_above_a_block() -> None:
-    """Row 6.03: where scores are written out, those of a block, 1 / n^2 of all, are the most that
-    is ever made; with a kernel not even these. Nor is any mask of more, where attention ends at
-    documents."""
+    """If scores are written out, those of a block, 1 / n^2 of all, are the most that is ever made;
+    with a kernel not even these. Nor is any mask larger, if attention ends at documents."""
     settings = [
         Setting(4, keys, rows=64, explicit=explicit, documents=documents)
         for keys, documents in (
-            *(((), False), (("travels=keys",), False), (("order=striped",), False)),
-            *(((), True), (("order=contiguous",), True)),
+            *(
+                ((), False),
+                (("backward_circulates=keys",), False),
+                (("position_split=striped",), False),
+            ),
+            *(((), True), (("position_split=contiguous",), True)),
         )
         for explicit in (False, True)
     ]
     block = B * 4 * 64 * 64 * 8
-    whole = 4 * B * 4 * 64 * D * 8  # queries of all ranks, of which the test takes those of each
+    whole = 4 * B * 4 * 64 * D * 8  # queries of all ranks; the test takes those of each
     assert whole < block
     for setting, *found in zip(settings, *run_world(4, largest_storages, settings), strict=True):
         largest, mask = map(max, zip(*found, strict=True))
@@ -448,7 +456,7 @@ def test_no_storage_above_a_block() -> None:
 
 
 def test_no_scores_beyond_a_block() -> None:
-    """Row 6.02: a block of the plan is the most that a kernel is given, 1/n of keys and queries."""
+    """A block of the plan is the most that a kernel is given, 1/n of keys and queries."""
     layout = Setting(4).layout()
     held = layout.split.local([16], 0)
     rows = ring_attention.TileRows(held.blocks, held.blocks)

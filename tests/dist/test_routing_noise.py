@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import check_case
 from tests.parity.routing_noise_faults import FAULTS
+from tests.parity.tiers import in_parts, selected
 
 
 @pytest.fixture(scope="module")

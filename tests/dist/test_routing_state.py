@@ -18,14 +18,14 @@ from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layout.resolve import resolve
 from megapipe.testing import World, run_world
-from megapipe.train.moe.expert_maps import ExpertRebalancer
+from megapipe.train.moe.expert_rebalancing import ExpertRebalancer
 from megapipe.train.update import Update
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.held_models import held_model
-from tests.parity.marks import in_parts, selected
+from tests.parity.in_memory_models import held_model
 from tests.parity.ranks import Case, Rows, check_case, configure
 from tests.parity.reference import init_random, logits, random_batch
 from tests.parity.routing_state_faults import FAULTS
+from tests.parity.tiers import in_parts, selected
 
 STEPS, POISONED = 4, 1
 CASE = Case(moe="step", layers=2, m=2, dtype="fp32", steps=STEPS)
@@ -45,21 +45,21 @@ def test_parity_notices(fault: Any, outcomes: dict[str, list[Any]]) -> None:
 
 
 class Seen(NamedTuple):
-    """Of a step."""
+    """What the layers of a rank have after a step."""
 
     skipped: bool
     kept: list[Tensor]
-    """Biases and counts after it, as the layers here have them."""
+    """Biases and counts of the local layers after the step."""
     largest: float | None
     maps: list[ExpertMap]
-    """Of the layers here, after it."""
+    """Expert maps of the local layers after the step."""
 
 
-def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -> list[Seen]:
-    """All steps; if `poisoned` the gradients of one are not finite on the last rank. fp16 begins
-    at a loss scale that overflows."""
+def trained(world: World, case: Case, health: dict[str, Any], poisoned: bool) -> list[Seen]:
+    """Train all steps; if `poisoned`, the gradients of one are not finite on the last rank. fp16
+    begins at a loss scale that overflows."""
     settings = configure(case)[0].model_dump()
-    settings["numbers"] |= numbers
+    settings["health"] |= health
     config, layout = resolve(Config.model_validate(settings), case.world, case.vocab)
     step = TrainStep(config, layout, world.mesh(case.grid))
     if case.dtype == "fp16":
@@ -82,11 +82,11 @@ def trained(world: World, case: Case, numbers: dict[str, Any], poisoned: bool) -
             ]
             layers = (each for module in step.modules.values() for each in module.modules())
             maps = [
-                layer.places.map
+                layer.replicas.map
                 for layer in layers
-                if isinstance(layer, RoutedExperts) and layer.places is not None
+                if isinstance(layer, RoutedExperts) and layer.replicas is not None
             ]
-            bias = result.figures.get("largest_bias")
+            bias = result.figures.get("max_bias")
             seen.append(Seen(result.skipped is not None, kept, bias, maps))
     return seen
 
@@ -103,7 +103,7 @@ def check(seen: list[Seen]) -> None:
 
 
 SKIPS = {
-    "not finite": (CASE, {"non_finite": "skip", "rerun": False}, True),
+    "not finite": (CASE, {"non_finite": "skip", "replay": False}, True),
     "fp16": (replace(CASE, dtype="fp16", moe="step, first"), {}, False),
 }
 
@@ -138,14 +138,14 @@ def test_the_test_notices_what_moves_all_the_same(kind: str) -> None:
 
 COPIED = replace(CASE, dp=2, ep=2, m=1, placement="changing")
 PLACED = {
-    "copies, not finite": (COPIED, {"non_finite": "skip", "rerun": False}, True),
+    "copies, not finite": (COPIED, {"non_finite": "skip", "replay": False}, True),
     "copies, fp16": (replace(COPIED, dtype="fp16", moe="step, first"), {}, False),
     "owners, fp16": (replace(COPIED, dtype="fp16", moe="top 2", placement="migrating"), {}, False),
 }
 
 
 def trained_placed(world: World) -> dict[str, tuple[list[Seen], list[Seen]]]:
-    """Each as it is, and with maps that are decided also where a step is skipped."""
+    """Train each case as it is, and with maps that are decided also where a step is skipped."""
     found = {}
     for kind, given in PLACED.items():
         right = trained(world, *given)
@@ -190,7 +190,7 @@ def test_a_step_without_an_update_leaves_copies_and_owners() -> None:
 def test_a_step_that_is_computed_again_moves_them_once() -> None:
     """Because it is due, or because its first result is not finite."""
     (once,) = run_world(1, trained, CASE, {}, False)
-    (twice,) = run_world(1, trained, CASE, {"rerun_every": 1}, False)
+    (twice,) = run_world(1, trained, CASE, {"replay_every": 1}, False)
     check(once)
     for a, b in zip(once, twice, strict=True):
         assert all(map(torch.equal, a.kept, b.kept))
@@ -200,7 +200,7 @@ def test_a_step_that_is_computed_again_moves_them_once() -> None:
 def test_a_skipped_step_in_a_layout() -> None:
     """On ranks with experts of their own; all have the same biases."""
     case = replace(CASE, tp=2, ep=2, sequence_parallel=True)
-    first, second = run_world(2, trained, case, {"non_finite": "skip", "rerun": False}, True)
+    first, second = run_world(2, trained, case, {"non_finite": "skip", "replay": False}, True)
     check(first)
     assert [step.skipped for step in first] == [i == POISONED for i in range(STEPS)]
     for a, b in zip(first, second, strict=True):

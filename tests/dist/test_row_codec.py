@@ -1,6 +1,6 @@
-"""Coded rows on the way to experts: what is computed is what coding each row by itself makes of it.
+"""Coded rows in dispatch: what is computed is what coding each row by itself leads to.
 
-In fp64 the reference codes the same rows by formulas of its own, so that all else has to agree to
+In fp64 the reference codes the same rows by its own formulas, so that all else has to agree to
 1e-10: which rows are coded, with which others, and how often. A run of an fp64 model is refused.
 """
 
@@ -31,8 +31,8 @@ from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.codec_faults import FAULTS
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import run_cases
+from tests.parity.tiers import in_parts, selected
 
 DATA = Case(dp=2, ep=2, moe="capacity, choice", masked=0.3, layers=2, codec="int8")
 TENSOR = Case(
@@ -51,7 +51,7 @@ CASES = [DATA, replace(TENSOR, **GATHERED), replace(INNER, expert_chunks=3)]
 
 @pytest.mark.full
 def test_rows_are_coded_as_by_the_reference() -> None:
-    """Row 7.13; in more layouts: the parity matrix."""
+    """The parity matrix has more layouts."""
     check_groups([[case] for case in CASES])
 
 
@@ -70,7 +70,7 @@ NARROW = [
         replace(BOTH, dtype="fp32", codec="bf16", **TWO_HOPS),
     ],
 ]
-"""In each, forms that have the same bits; a codec rounds what is alike to what is alike."""
+"""Groups of forms that have the same bits; a codec rounds what is alike to what is alike."""
 
 
 @in_parts("world", [2, 4], full=[2])
@@ -95,7 +95,7 @@ DISPATCHERS: list[Callable[..., Dispatcher]] = [
 
 
 def in_steps(seed: int) -> Tensor:
-    """Tokens [s, 1, h] that no codec rounds: whole numbers, the largest of which is 127."""
+    """Return tokens [s, 1, h] that no codec rounds: whole numbers, the largest of which is 127."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-126, 127, (TOKENS, 1, HIDDEN), generator=generator).float()
     x[..., seed % HIDDEN] = 127.0
@@ -112,7 +112,7 @@ class NoActivation(Activate):
 def of_one_layer(
     world: World, kind: Callable[..., Dispatcher], codec: Codec, x: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """Output and gradients of experts that permute the values of their tokens."""
+    """Return output and gradients of experts that permute the values of their tokens."""
     mesh = world.mesh(Grid(1, 2, 1, 1, 2))
     dispatcher = kind(mesh.ep, codec=codec)
     sharding = MoESharding(mesh.tp, False, torch.float32, dispatcher=dispatcher)
@@ -144,7 +144,7 @@ def of_one_layer(
 
 
 def run_layers(world: World) -> list[tuple[int, bool, list[list[Tensor]]]]:
-    """By dispatcher and whether values are in steps, what each codec leaves."""
+    """Return what each codec leaves, by dispatcher and whether values are in whole steps."""
     x, grad = in_steps(3 + world.rank), in_steps(5 + world.rank)
     found = []
     for number, kind in enumerate(DISPATCHERS):

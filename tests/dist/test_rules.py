@@ -17,9 +17,8 @@ from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import LocalParameter
 from megapipe.optim.buffers import ParamRange
 from megapipe.optim.rules import Rule, layerwise, muon
-from megapipe.optim.rules.whole import apply_to_full_matrices, gather_local
+from megapipe.optim.rules.full_matrices import apply_to_full_matrices, gather_local
 from megapipe.testing import World, run_world
-from tests.parity.marks import in_parts
 from tests.parity.optim_rules import (
     PLAIN,
     Part,
@@ -31,6 +30,7 @@ from tests.parity.optim_rules import (
     take_region,
 )
 from tests.parity.ranks import LR, STEPS, Case, Rows, configure, local_copies, plain
+from tests.parity.tiers import in_parts
 
 TOLERANCE = 1e-12
 
@@ -118,7 +118,7 @@ def test_whole_matrices_are_brought_together_where_they_are_needed() -> None:
 
 
 def local_norms(rule: Rule) -> Any:
-    """Norms of what this rank has, as if it were all."""
+    """Take norms of what this rank has, as if it were all."""
     return mock.patch.object(layerwise, "all_reduce", lambda tensor, axis: tensor)
 
 
@@ -127,7 +127,7 @@ def norms_not_over_tp(rule: Rule) -> Any:
 
 
 def half_matrices(rule: Rule) -> Any:
-    """Newton-Schulz on tp parts."""
+    """Run Newton-Schulz on tp parts."""
 
     def on_parts(regions: Any, specs: Any, tp: Any, function: Any) -> Any:
         return [function(*each) for each in zip(regions, specs, strict=True)]
@@ -136,7 +136,7 @@ def half_matrices(rule: Rule) -> Any:
 
 
 def slices_as_matrices(rule: Rule) -> Any:
-    """Newton-Schulz on a matrix that is zero outside of this rank's slice."""
+    """Run Newton-Schulz on a matrix that is zero outside of this rank's shard."""
 
     def alone(values: Tensor, entries: Any, axis: Axis) -> Any:
         n = len(values)
@@ -189,14 +189,14 @@ RULES: dict[str, dict[str, Any]] = {
     "nadamw": {},
     "adabelief": {},
     "adam3": {},
-    "lars": {"trust_coefficient": 0.1},
+    "lars": {"options": {"trust_coefficient": 0.1}},
     "lamb": {},
     "muon": {},
 }
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    """This rank's weights after a few steps, by rule."""
+    """Return this rank's weights after a few steps, by rule."""
     config, layout = configure(case)
     mesh = world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp))
     copies = {}

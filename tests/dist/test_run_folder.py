@@ -25,15 +25,15 @@ from megapipe.train.trainer import Trainer
 from tests.parity.bad_input.places import MPI, SLURM
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.data.data_cases import train_bpe
 
 TRAINS = "trains"
 
 
 def begun(world: World, nodes: list[str], cases: list[dict[str, str]]) -> list[tuple[type, str]]:
-    """The error of each run on this rank, which is the first of a node whose current folder is
-    `nodes[rank]`; TRAINS if there is none."""
+    """Return the error of each run on this rank, or TRAINS if there is none. The rank is the first
+    of a node whose current folder is `nodes[rank]`."""
     os.chdir(nodes[world.rank])
     run_folder.HIDDEN_S = 0.2
     seen: list[tuple[type, str]] = []
@@ -141,12 +141,17 @@ def test_a_run_follows_the_link_that_it_is_and_none_within(linked: str, tmp_path
     for name in meets:
         (run / name).parent.mkdir(parents=True)
         (run / name).symlink_to(outside)
-    given = {**tiny(tmp_path), "log.timeline": "[2]", "log.profile": "[2]", "log.samples": "true"}
+    given = {
+        **tiny(tmp_path),
+        "log.timeline": "[2]",
+        "log.profile": "[2]",
+        "log.sample_ids": "true",
+    }
     outcome = run_forked(tmp_path, 2, *arguments(given))
     assert outcome.codes == [0, 0], outcome.text
-    assert outcome.text.count("is a symbolic link, which a run does not write through") == 2
+    assert outcome.text.count("is a symbolic link, through which a run does not write") == 2
     assert "no timeline of step 2: " in outcome.text
-    assert "no whole profile of step 2: rank 1: " in outcome.text
+    assert "no complete profile of step 2: rank 1: " in outcome.text
     assert outside.read_text() == "mine"
     made = disk / "run" if linked == "runs" else disk
     assert (made / "summary.json").exists()

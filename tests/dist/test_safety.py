@@ -9,8 +9,8 @@ import pytest
 
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.sockets import EVERYWHERE, listening
+from tests.parity.tiers import in_parts
 
 SECRETS = {
     name: f"canary-{number}-of-a-secret"
@@ -26,10 +26,10 @@ def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: P
     (tmp_path / "own.py").write_text("def loss(a, b, c): raise ValueError('no')\n")
     given = {
         **tiny(tmp_path),
-        "train.loss": loss,
+        "train.loss_function": loss,
         "log.timeline": "[2]",
         "log.profile": "[2]",
-        "log.samples": "true",
+        "log.sample_ids": "true",
         "log.tensorboard": "true",
         "log.wandb": "offline",
     }
@@ -49,7 +49,7 @@ def test_no_file_of_a_run_has_a_secret_of_the_environment(loss: str, tmp_path: P
 def test_what_processes_of_a_job_show(tmp_path: Path) -> None:
     """Launcher, ranks and the monitor beside them: no secret of the environment, as every user of
     the machine may list them, and no socket that other machines could reach."""
-    launch = ["-m", "megapipe.launch", "--nproc", "2", "--restarts", "1", "train.py"]
+    launch = ["-m", "megapipe.launch", "--nproc", "2", "--max-restarts", "1", "train.py"]
     with Job(tmp_path) as job:
         launcher = job.start([*launch, *arguments({**tiny(tmp_path), **ENDLESS})], SECRETS)
         job.await_text("| loss")

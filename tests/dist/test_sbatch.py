@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.marks import in_parts
 from tests.parity.stand_ins import write_interpreter, write_program
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ sys.exit({code})
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A submit folder with stand-ins for SLURM, and for train.py one that runs for 30 s."""
+    """Make a submit folder with stand-ins for SLURM, and for train.py one that runs for 30 s."""
     folder = tmp_path / "project"
     write_interpreter(folder)
     (folder / "train.py").write_text(RANK.format(seconds=30, code=0))
@@ -102,7 +102,7 @@ def test_sbatch_starts_a_launcher_per_node(cluster):
     assert arguments == [
         *("--cpus-per-task", "64", "--kill-on-bad-exit=1"),
         *(".venv/bin/python", "-m", "megapipe.launch"),
-        *("--nnodes", "1", "--nproc", "1", "--restarts", "3"),
+        *("--nnodes", "1", "--nproc", "1", "--max-restarts", "3"),
         *("--rdzv-id", "4711.0", "--rdzv-endpoint", "localhost:24711"),
         *("--verdict", "megapipe-4711.verdict"),
         *("train.py", "configs/llama_8b.yaml", "data.source=a b"),
@@ -183,7 +183,8 @@ def test_what_comes_of_a_job_that_does_not_end_by_the_signal(cluster, code, requ
 
 @pytest.mark.parametrize(("state", "requeued"), [("RUNNING", True), ("COMPLETING", False)])
 def test_a_job_that_is_preempted_saves_and_is_requeued_once(cluster, monkeypatch, state, requeued):
-    """By SLURM itself where it ends the job, which it does too if that is cancelled."""
+    """A job that SLURM itself ends (COMPLETING) is requeued by SLURM, which does it too if that is
+    cancelled."""
     monkeypatch.setenv("JOB_STATE", state)
     job = submit("configs/llama_8b.yaml")
     wait_for(cluster / "ready")

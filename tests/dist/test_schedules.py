@@ -10,16 +10,16 @@ from megapipe.schedule.generators import names
 from megapipe.schedule.proof.validate import validate
 from tests.parity import registry_cases
 from tests.parity.bitwise import assert_bitwise, outcomes_of
-from tests.parity.marks import in_parts
 from tests.parity.pair_runs import check_cases
 from tests.parity.ranks import Case
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
 
 @in_parts("name", names(), full=["seq1f1b", "zb_h1"])
 def test_trains(name: str) -> None:
-    """Of those in the slow part, too, test_odd_sizes compares first steps with one process."""
+    """For slow schedules, too, test_odd_sizes compares first steps with one process."""
     check_cases(registry_cases.of(name))
 
 
@@ -39,7 +39,7 @@ def test_trains_with_split_positions(name: str) -> None:
 
 OF_SLICES = ["ring", "contiguous", "all_gather", "queries travel", "ulysses"]
 OF_TWO = [*OF_SLICES, "striped", "helpers"]
-"""Ways for two ranks to attend, which take turns over the schedules."""
+"""Ways for two ranks to attend; schedules take turns with them."""
 
 
 @in_parts("name", names(), full=12)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.marks import in_parts
 from tests.parity.stand_ins import write_program
+from tests.parity.tiers import in_parts
 from tests.running import lowest_packages, python_versions
 from tests.running.processes import BY_FILE
 
@@ -89,13 +89,15 @@ fi
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A copy of what the scripts need, with a stand-in for python3 in front on PATH."""
+    """Copy what the scripts need, with a stand-in for python3 in front on PATH."""
     root = tmp_path / "tree with spaces"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "constraints.txt").write_text("torch==1\n")
     dependencies = 'dependencies = ["torch>=1.0", "rest>=1.0,<2"]'
     (root / "pyproject.toml").write_text(f'[project]\nrequires-python = ">=3.11"\n{dependencies}\n')
     shutil.copytree(ROOT / "tests/running", root / "tests/running")
+    (root / "docs").mkdir()
+    shutil.copy(ROOT / "docs/glossary.md", root / "docs")
 
     stand_ins = tmp_path / "stand_ins"
     (stand_ins / "pip").mkdir(parents=True)
@@ -130,8 +132,8 @@ def run(tree, script, *arguments, **environment):
 
 
 def started_in(tree):
-    """What was started since the log was taken, in order, but for the options of pytest by which
-    times are recorded in a file somewhere."""
+    """Return what was started since the log was taken, in order, without the options of pytest by
+    which times are recorded in a file somewhere."""
     log = tree / "log"
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     lines = [[line[0], *line[5:]] if line[1:2] == ["-p"] else line for line in lines]
@@ -139,7 +141,8 @@ def started_in(tree):
 
 
 def take_log(tree):
-    """The same, and a new log; mypy, beside which all else goes on, is put where it is started."""
+    """Return what was started, and begin a new log; mypy, which runs beside all else, is put where
+    it is started."""
     lines = started_in(tree)
     (tree / "log").unlink(missing_ok=True)
     if ["mypy"] in lines:
@@ -167,7 +170,7 @@ CHECKS = [*LINT, LINKS, PYTEST]
 
 
 def full(tree):
-    """What --full starts; the older transformers is in a folder of the environment."""
+    """Return what --full starts; the older transformers is in a folder of the environment."""
     older = ["transformers==4.57.1", "huggingface-hub==0.36.2", "tokenizers==0.22.2"]
     target = ["--target", str(tree / ".venv/older-transformers")]
     lowest = ["--target", str(tree / ".venv/lowest-packages"), "rest==1.0"]
@@ -483,8 +486,8 @@ exit "${EXIT_APT:-0}"
 
 @pytest.fixture
 def ci(tree, monkeypatch):
-    """A tree with .ci/run, an apt-get that notes what it is asked for, and all programs of this
-    machine but SLURM's, which may be beside others."""
+    """Make a tree with .ci/run, an apt-get that notes what it is asked for, and all programs of
+    this machine but SLURM's, which may be beside others."""
     if not (ROOT / ".ci/run").exists():
         pytest.skip("no .ci in this copy")
     shutil.copytree(ROOT / ".ci", tree / ".ci")
@@ -512,5 +515,5 @@ def test_ci_runs_the_test_script_with_a_slurm_if_it_can_have_one(ci, there, code
     asked = [line.split()[1] for line in log.read_text().splitlines()] if asks else []
     assert asked == (["update", "install"] if code == 0 else ["update"]) * asks
     assert log.exists() == asks
-    left_out = ".ci/run: slurm-wlm cannot be installed: tests/cluster is left out\n"
-    assert (left_out in done.stderr) == (len(there) < 2 and (not asks or code != 0))
+    told = ".ci/run: slurm-wlm cannot be installed: tests/cluster is left out\n"
+    assert (told in done.stderr) == (len(there) < 2 and (not asks or code != 0))

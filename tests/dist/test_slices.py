@@ -11,8 +11,8 @@ import pytest
 from megapipe.testing import run_world
 from tests.parity.jobs import arguments, tiny
 from tests.parity.launches import run_forked
-from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, check_case, configure, run_cases
+from tests.parity.tiers import in_parts
 
 SHAPES = [
     Case(pp=2, m=3, lengths=(7, 5, 3, 1), masked=0.3),
@@ -27,7 +27,7 @@ GIVEN = [
     for schedule in ("terapipe", "seq1f1b")
     for case in SHAPES
 ]
-"""Lengths that nobody would choose; the stages' costs play no part."""
+"""Cases with slice lengths that nobody would choose; the stages' costs play no part."""
 BY_TIME = [
     Case(pp=2, m=1, schedule="terapipe", slice_overhead=1.5, sequence=16, masked=0.3),
     Case(pp=3, m=2, schedule="terapipe", slice_overhead=0.5, slice_attention=9.0, sequence=13),
@@ -77,7 +77,9 @@ def test_times_are_measured_and_cut_by(tmp_path: Path) -> None:
     )
     number = r"(\d[\d.e+-]*)"
     assert re.fullmatch(
-        rf"pipeline\.slice_overhead={number} pipeline.slice_attention={number}", keys
+        rf"pipeline\.options\.slice_overhead_tokens={number} "
+        rf"pipeline.slice_attention_cost={number}",
+        keys,
     )
     assert not (tmp_path / "runs").exists()
     assert run_forked(tmp_path, 1, *arguments(given), *keys.split(), "--dry-run").codes == [0]

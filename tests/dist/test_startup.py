@@ -25,7 +25,7 @@ HEAVY = (
     "transformers",
     "wandb",
 )
-"""Half a second and more each, or what loads one of these."""
+"""Packages that take half a second and more each to load, or load one that does."""
 
 
 def run_python(*statements: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ STAGES = {
         "kernels.attention(q, q, q, 0.0, None).sum().backward()",
     ),
 }
-"""Statements that one process runs, and after each stage it tells what is loaded."""
+"""Statements that one process runs; after each stage it reports what is loaded."""
 
 
 @pytest.mark.full
@@ -69,7 +69,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed() -> None:
     assert "megapipe" in package
     assert "torch" not in package
     assert "megapipe.library.pipeline" in asked
-    assert {"torch", "megapipe.train.train_step", "megapipe.train.kernels"} <= training
+    assert {"torch", "megapipe.train.train_step", "megapipe.train.kernel_selection"} <= training
     heavy = set(HEAVY) - modules_after("import torch")
     for stage, loaded in zip(STAGES, (package, asked, training, kernels), strict=True):
         assert not loaded & heavy, stage

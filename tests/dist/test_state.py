@@ -17,13 +17,14 @@ from megapipe.config.config import OptimizerConfig
 from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
 from megapipe.train import checkpoint_io
-from tests.parity.marks import in_parts
 from tests.parity.ranks import Case, Rows, configure, local_copies
+from tests.parity.tiers import in_parts
 
 STEPS = 3
 CASE = Case(dp=2, tp=2, m=2, layers=1, sequence_parallel=True, dtype="bf16", clip=None)
-"""Norms and the biases of row-parallel layers are held, and must be rounded alike, by both tp
-ranks; everything else is rounded by the owner of a slice, or, with ZeRO-0, by both replicas."""
+"""Case in which norms and the biases of row-parallel layers are held, and must be rounded alike, by
+both tp ranks. Everything else is rounded by the owner of a shard, or, with ZeRO-0, by both
+replicas."""
 
 
 def new_step(world: World, case: Case, folder: Path, settings: dict[str, Any]) -> TrainStep:
@@ -36,7 +37,7 @@ def new_step(world: World, case: Case, folder: Path, settings: dict[str, Any]) -
 
 
 def trained(world: World, case: Case, folder: Path, settings: dict[str, Any]) -> list[Any]:
-    """This rank's copies of the weights, and its states, after some steps."""
+    """Return this rank's weights, and its states, after some steps."""
     step = new_step(world, case, folder, settings)
     rows = Rows(case)
     for i in range(STEPS):
@@ -63,7 +64,7 @@ def assert_equal(one: list[Any], other: list[Any], *, states: bool = True) -> No
             assert (a == b).all(), name
 
 
-NARROW = {"state_dtype": "bf16", "master": "none"}
+NARROW = {"state_dtype": "bf16", "master_weights": "none"}
 
 
 @pytest.mark.full
@@ -94,7 +95,7 @@ def test_rounding_at_random_does_not_depend_on_who_owns_a_slice(tmp_path: Path) 
 
 
 def interrupted(world: World, folder: Path, settings: dict[str, Any]) -> tuple[list[Any], ...]:
-    """One run to its end, and one that begins with its checkpoint of the second step."""
+    """Train one run to its end, and one that begins with its checkpoint of the second step."""
     rows = Rows(CASE)
     first = new_step(world, CASE, folder, settings)
     for i in range(STEPS):

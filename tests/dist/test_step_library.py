@@ -15,7 +15,7 @@ from megapipe.distributed.mesh import Grid
 from megapipe.errors import CheckpointError, DataError
 from megapipe.testing import World, run_world
 from tests.parity.cases import Case, Rows, configure
-from tests.parity.own_models import Own, settle
+from tests.parity.user_models import Own, settle
 
 BASE = Case(dtype="fp64", m=4)
 TRAINED = replace(BASE, pp=2)
@@ -39,7 +39,7 @@ def mean_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> float:
 
 
 def train_and_save(world: World, folder: Path) -> tuple[str, float, Tensor]:
-    """Two steps; the checkpoint, the loss of the next, and logits."""
+    """Train two steps; return the checkpoint, the loss of the next step, and logits."""
     step = make(world, TRAINED)
     rows = Rows(TRAINED)
     for i in range(2):
@@ -80,7 +80,7 @@ def test_what_one_layout_saves_another_goes_on_with(tmp_path: Path) -> None:
 
 
 def logits_of_few_tokens(world: World) -> tuple[float, float]:
-    """The loss by the logits, and as validation has it."""
+    """Return the loss by the logits, and as validation has it."""
     case = replace(BASE, tp=2, vocab=100)
     step, rows = make(world, case), Rows(case)
     tokens, labels, mask = rows(range(2))
@@ -95,7 +95,7 @@ def test_logits_of_a_vocabulary_that_the_first_rank_holds_alone() -> None:
 
 
 def own_logits(world: World, models: tuple[str, ...]) -> list[tuple[float, float]]:
-    """Of models of the user's: the loss by their logits, and as validation has it."""
+    """Return, for user models, the loss by their logits, and as validation has it."""
     found = []
     for model in models:
         own = Own(model, Case(pp=2, m=2), 6)

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parity.marks import in_parts
 from tests.parity.naive_reader import read_global
 from tests.parity.slow_rank import EVERY, STEPS, Slow, run_watched
+from tests.parity.tiers import in_parts
 
-PP2_TP2 = {"parallel.pp": "2", "parallel.tp": "2", "pipeline.layout": "[1,1]"}
+PP2_TP2 = {"parallel.pp": "2", "parallel.tp": "2", "pipeline.stage_layout": "[1,1]"}
 DP2_TP2 = {"parallel.dp": "2", "parallel.tp": "2"}
 DP3 = {"parallel.dp": "3", "train.global_batch": "6"}
-UNEVEN = {"parallel.pp": "4", "model.layers": "8", "pipeline.layout": "[4,1,1,2]"}
+UNEVEN = {"parallel.pp": "4", "model.layers": "8", "pipeline.stage_layout": "[4,1,1,2]"}
 LAYOUTS = {"pp2_tp2": PP2_TP2, "dp2_tp2": DP2_TP2, "dp3": DP3, "uneven": UNEVEN}
 ENDS = [5 + EVERY, STEPS]
 """Steps that end a window."""
@@ -44,7 +44,8 @@ def ranks_of(settings: dict[str, str]) -> int:
     full=[("pp2_tp2", 2)],
 )
 def test_the_slow_rank_is_named(layout: str, rank: int, tmp_path: Path) -> None:
-    """Its tensor-parallel peer waits for it within operations, which take as long there."""
+    """The slow rank's tensor-parallel peer waits for it within operations, which take as long
+    there."""
     settings = LAYOUTS[layout]
     job = run_watched(tmp_path, ranks_of(settings), Slow((rank,)), **settings)
     assert job.told == [(rank, "a", 6)], job.outcome.text
@@ -64,14 +65,14 @@ def test_ranks_that_are_as_fast_as_others_are_not_named(layout: str, tmp_path: P
 
 @pytest.mark.slow
 def test_no_bit_depends_on_it(tmp_path: Path) -> None:
-    """Of a pipeline that does not meet at the end of its steps."""
-    settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1", "pipeline.layout": "[1,1]"}
+    """The pipeline does not meet at the end of its steps."""
+    settings = {"parallel.pp": "2", "pipeline.schedule": "zb_h1", "pipeline.stage_layout": "[1,1]"}
     settings |= {"optimizer.post_validation": "true", "train.steps": "12"}
     losses, states = [], []
     for every in ("0", "1"):
         (folder := tmp_path / every).mkdir()
         slow = Slow((1,), layer_s=0.001 * int(every))
-        job = run_watched(folder, 2, slow, **settings, **{"log.stragglers_every": every})
+        job = run_watched(folder, 2, slow, **settings, **{"log.straggler_window": every})
         losses.append([record["loss"] for record in job.steps])
         states.append(read_global(folder / "runs/run/checkpoints/step-00000012"))
         assert len(job.scores) == 7 * int(every)
@@ -83,10 +84,10 @@ def test_no_bit_depends_on_it(tmp_path: Path) -> None:
 
 
 def test_a_rank_alone_has_no_score(tmp_path: Path) -> None:
-    job = run_watched(tmp_path, 1, Slow((0,), layer_s=0.0), **{"log.stragglers_every": "1"})
+    job = run_watched(tmp_path, 1, Slow((0,), layer_s=0.0), **{"log.straggler_window": "1"})
     assert job.told == []
     assert job.scores == {}
-    assert {record["slowest_score"] for record in job.steps} == {None}
+    assert {record["straggler_score"] for record in job.steps} == {None}
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_noise_names_nobody(layout: str, turn: int, tmp_path: Path) -> None:
     """
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
     world = ranks_of(LAYOUTS[layout])
-    every = {"log.stragglers_every": "20", "train.steps": "85"}
+    every = {"log.straggler_window": "20", "train.steps": "85"}
     job = run_watched(
         tmp_path, world, Slow(layer_s=0.0, steady=False), limit_s=600.0, **{**settings, **every}
     )
@@ -118,7 +119,7 @@ def test_a_rank_that_recovers(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def quota(share: float) -> Iterator[str]:
-    """A control group whose processes get this share of a processor."""
+    """Make a control group whose processes get this share of a processor."""
     group = Path(f"/sys/fs/cgroup/cpu/megapipe-test-{os.getpid()}")
     try:
         group.mkdir()
@@ -137,7 +138,7 @@ def quota(share: float) -> Iterator[str]:
 @pytest.mark.parametrize("layout", ["pp2_tp2", "dp3", "uneven"])
 def test_a_processor_that_is_throttled(layout: str, tmp_path: Path) -> None:
     settings = {**LAYOUTS[layout], "model.hidden": "64", "train.sequence_length": "64"}
-    world, every = ranks_of(LAYOUTS[layout]), {"log.stragglers_every": "12", "train.steps": "29"}
+    world, every = ranks_of(LAYOUTS[layout]), {"log.straggler_window": "12", "train.steps": "29"}
     with quota(0.03) as group:
         slow = Slow((1,), layer_s=0.0, group=group, steady=False)
         job = run_watched(tmp_path, world, slow, limit_s=600.0, **{**settings, **every})

@@ -15,18 +15,18 @@ from tests.parity.jobs import ENDLESS, Job, arguments, free_port, tiny
 pytestmark = pytest.mark.full
 TIMEOUT_S = 3
 LEAVE_S = 5.0
-"""How long a rank may take to end after ``parallel.timeout_s``."""
+"""Seconds that a rank may take to end after ``parallel.timeout_s``."""
 
 
 def endless(folder: Path) -> list[str]:
-    """Settings of a job that nobody watches (those that are: test_hangs.py)."""
+    """Return the settings of a job that nobody watches (those that are: test_hangs.py)."""
     wanted = {"parallel.pp": "2", "parallel.timeout_s": str(TIMEOUT_S)}
     wanted["parallel.watchdog"] = "false"
     return arguments({**tiny(folder), **ENDLESS, **wanted})
 
 
 def assert_ended(job: Job, began: float, *processes: int) -> list[int]:
-    """They end in time; returns their exit codes."""
+    """Check that processes end in time; return their exit codes."""
     codes = []
     for number in processes:
         left = began + TIMEOUT_S + LEAVE_S - time.monotonic()

@@ -16,7 +16,7 @@ from tests.parity.launch_with import launched_with
 pytestmark = pytest.mark.full
 TIMEOUT_S = 2.0
 SUSPENDED_S = 6.0
-"""Longer than all time-outs, of which those of communication are two seconds later."""
+"""Seconds, longer than all time-outs. Those of communication come two seconds later than others."""
 CALLBACKS = """
 import os, time
 from megapipe.train.callbacks import Callback
@@ -85,5 +85,5 @@ def test_a_hang_is_found_without_the_process_that_watches(tmp_path: Path) -> Non
         began = time.monotonic()
         outcome = job.end()
     assert time.monotonic() - began < 30.0
-    line = "rank 1 has waited for others for 2 s (parallel.timeout_s), and no process that watches"
+    line = "rank 1 has waited for other ranks for 2 s (parallel.timeout_s), and no monitor says"
     outcome.assert_one_line(4, line)

@@ -8,9 +8,9 @@ import pytest
 
 from megapipe.testing import run_world
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import in_parts, selected
 from tests.parity.ranks import check_case
 from tests.parity.switch_faults import FAULTS, run_faults, run_right
+from tests.parity.tiers import in_parts, selected
 
 pytestmark = pytest.mark.full
 

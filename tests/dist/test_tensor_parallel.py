@@ -25,13 +25,13 @@ from megapipe.distributed.collectives import (
     start_all_reduce,
 )
 from megapipe.distributed.mesh import Axis, Grid, ParallelMesh
+from megapipe.layers.activation_policy import padded_vocabulary
 from megapipe.layers.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
 from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, spec_of
-from megapipe.layers.policy import padded_vocabulary
 from megapipe.layers.specs import by_name, column_linear, positions, row_linear, vocabulary
 from megapipe.layers.weight_grad import main_grad
 from megapipe.model.gpt.attention import Attention
@@ -65,7 +65,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_main_grads(module: nn.Module, expected: dict[str, Tensor], sharding: Sharding) -> None:
-    """Each main gradient is its region of the full one, and zero in the padding."""
+    """Check that each main gradient is its region of the full one, and zero in the padding."""
     for parameter in module.parameters():
         spec, grad = spec_of(parameter), main_grad(parameter)
         if spec.grad_is_partial:
@@ -76,7 +76,7 @@ def assert_main_grads(module: nn.Module, expected: dict[str, Tensor], sharding: 
 
 
 def backward(y: Tensor, grad: Tensor, module: nn.Module, sharding: Sharding) -> None:
-    """``I``, at which no weight gradient is computed, then ``W``."""
+    """Run ``I``, at which no weight gradient is computed, then ``W``."""
     sharding.queue.open(0)
     torch.autograd.backward([y], [grad])
     assert not any(main_grad(p).any() for p in module.parameters()), "deferred to W"
@@ -97,8 +97,8 @@ def check_linear(shardings: list[Sharding]) -> None:
 def plain_linear(
     shape: tuple[int, ...], bias: bool, apply: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
-    """A full linear layer: x, its output, the full parameters, and an output gradient; the
-    gradients are in ``.grad``."""
+    """Run a full linear layer, and return x, its output, the full parameters, and an output
+    gradient; the gradients are in ``.grad``."""
     x = randn(S, B, shape[-1], seed=1).requires_grad_()
     full = {"a.weight": randn(*shape, seed=2).requires_grad_()}
     if bias:
@@ -114,7 +114,7 @@ def grads(full: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_column(sharding: Sharding, shape: tuple[int, ...], bias: bool) -> None:
-    """Outputs are split over tp within each of the k matrices of a 3-D weight."""
+    """Check outputs that are split over tp within each of the k matrices of a 3-D weight."""
 
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.einsum("sbi,...oi->sb...o", x, weight)  # [s, b, (k,) out]
@@ -134,7 +134,7 @@ def check_column(sharding: Sharding, shape: tuple[int, ...], bias: bool) -> None
 
 
 def check_row(sharding: Sharding, bias: bool) -> None:
-    """Inputs are split over tp; the output is whole, or split by sequence."""
+    """Check inputs that are split over tp; the output is whole, or split by sequence."""
     x, y, full, grad = plain_linear((HIDDEN, 16), bias, functional.linear)
     layer = RowParallelLinear(sharding, *row_linear("a", (HIDDEN, 16), bias=bias, std=0.1))
     give_values(layer, {name: tensor.detach() for name, tensor in full.items()})
@@ -222,12 +222,12 @@ def check_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
 
 
 CHUNKS = (1, 5, S * B, 100)
-"""Tokens at a time: one, some with a shorter rest, all, more than there are."""
+"""Tokens at a time: one, some with a shorter rest, all, more than all."""
 
 
 def check_linear_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
-    """Head and loss in chunks against torch's on full logits, with masked tokens, one of whose
-    labels is padding and one none at all."""
+    """Check head and loss in chunks against torch's on full logits. Some tokens are masked; one of
+    their labels is padding and one none at all."""
     labels = 13 * torch.arange(S * B).view(S, B) % VOCAB
     mask = torch.arange(S * B).view(S, B) % 4 > 0
     hidden = (3 * randn(S, B, HIDDEN, seed=12)).requires_grad_()
@@ -285,7 +285,7 @@ def check_linear_cross_entropy(shardings: list[Sharding]) -> list[Tensor]:
 
 
 def calls_recorded(axis: Axis) -> list[Call]:
-    """What the recorder says of known calls: one is hidden by a product."""
+    """Return what the recorder says of known calls: one is hidden by a product."""
     x = torch.zeros(8, 2)
     with recording() as recorder:
         all_gather(x, axis)
@@ -308,7 +308,7 @@ ATTENTION = {
 
 
 def plain_attention(x: Tensor, full: dict[str, Tensor], model: ModelConfig) -> Tensor:
-    """Causal attention with explicit scores; rows of qkv come by key/value head."""
+    """Compute causal attention with explicit scores; rows of qkv come by key/value head."""
     assert model.kv_heads is not None
     d, queries = model.head_dim, model.heads // model.kv_heads
     name = "layers.0.attention"
@@ -326,7 +326,7 @@ def plain_attention(x: Tensor, full: dict[str, Tensor], model: ModelConfig) -> T
 
 
 def check_attention(shardings: list[Sharding]) -> list[tuple[int, ...]]:
-    """Grouped-query attention: a rank's rows are whole groups of heads."""
+    """Check grouped-query attention: a rank's rows are whole groups of heads."""
     rows = []
     for kv_heads in (4, 8):
         model = ModelConfig.model_validate({**ATTENTION, "kv_heads": kv_heads})
@@ -380,7 +380,7 @@ def check_layers(world: World) -> Seen:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Seen]:
-    """The checks run in here: a failing one shows as an error with its rank and traceback."""
+    """Run the checks: a failing one shows as an error with its rank and traceback."""
     return run_world(4, check_layers)
 
 

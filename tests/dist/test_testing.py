@@ -44,7 +44,7 @@ def die_on_rank_zero(world: World) -> None:
 
 
 def test_a_rank_that_dies_is_noticed() -> None:
-    with pytest.raises(WorldError, match="rank 0:\ndied without a word"):
+    with pytest.raises(WorldError, match="rank 0:\ndied without an error message"):
         run_world(2, die_on_rank_zero)
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_is_ended() -> None:
 
 
 def several_meshes(world: World) -> list[tuple[int, float]]:
-    """Meshes of equal and of different grids, one after the other."""
+    """Make meshes of equal and of different grids, one after the other."""
     seen = []
     for grid in (Grid(dp=2), Grid(pp=2), Grid(pp=2), Grid(tp=2)):
         mesh = world.mesh(grid)

@@ -1,6 +1,6 @@
-"""A balance term that goes by bandwidths between ranks (TA-MoE): by that of each token.
+"""An auxiliary loss weighted by bandwidths between ranks (TA-MoE): by that from each token's rank.
 
-The reference knows which rank a sample is on, and the bandwidths from it, by rules of its own.
+The reference knows which rank a sample is on, and the bandwidths from it, by its own rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.parity.bitwise import assert_bitwise, check_groups, outcomes_of
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.faults import outcomes_of_faults
-from tests.parity.marks import one_of, selected
+from tests.parity.tiers import one_of, selected
 from tests.parity.topology_faults import FAULTS, SKEWED
 
 NODES: dict[str, Any] = {"dp": 4, "ep": 4, "node": 2, "topology": (8.0, 3.0, 1.0)}
@@ -38,7 +38,7 @@ def of_world(world: int) -> list[Case]:
 
 
 def test_the_term_goes_by_the_rank_of_each_token() -> None:
-    """Row 7.16."""
+    """Bandwidths are those from the rank that has the token (TA-MoE)."""
     check_groups([[case] for case in of_world(2)[:2]])
 
 
@@ -49,7 +49,7 @@ def test_the_term_in_more_layouts(some: slice) -> None:
 
 
 def test_uniform_bandwidths_are_the_standard_term_to_the_bit() -> None:
-    """Row 7.16 (TA-MoE)."""
+    """The standard term is the auxiliary loss without bandwidths (TA-MoE)."""
     plain = replace(SKEWED, topology=None)
     standard, uniform, skewed = outcomes_of([plain, replace(plain, topology=(3.0, 3.0)), SKEWED])
     assert_bitwise(uniform, standard)

@@ -24,14 +24,14 @@ from megapipe.schedule.timing.simulate import simulate
 from megapipe.testing import World, run_world
 
 WIDTH, ROWS = 5, 3
-"""Features, and rows of a micro-batch."""
+"""Number of features, and of samples of a micro-batch."""
 
 Gradients = dict[str, list[float]]
-"""By stage and name; not tensors, which do not outlive the process that sends them."""
+"""Gradients by stage and name; not tensors, which do not outlive the process that sends them."""
 
 
 def layers(stages: int) -> list[nn.Module]:
-    """One module per stage, the same on every rank."""
+    """Make one module per stage, the same on every rank."""
     torch.manual_seed(7)
     return [
         nn.Sequential(
@@ -64,7 +64,7 @@ def gradients(modules: dict[int, nn.Module]) -> Gradients:
 
 
 def plain(stages: int, microbatches: int) -> tuple[float, Gradients]:
-    """Loss and gradients of the whole model in one process."""
+    """Return loss and gradients of the whole model in one process."""
     modules = layers(stages)
     hidden, target = batch(microbatches)
     for module in modules:
@@ -77,7 +77,8 @@ def plain(stages: int, microbatches: int) -> tuple[float, Gradients]:
 def torch_step(
     world: World, path: str, placement: Placement, microbatches: int
 ) -> tuple[float, Gradients]:
-    """One step of torch's runtime over the schedule in a file; this rank's loss and gradients."""
+    """Run one step of torch's runtime over the schedule in a file; return this rank's loss and
+    gradients."""
     last = placement.stages - 1
     whole = layers(placement.stages)
     modules = {stage: whole[stage] for stage in placement.stages_of(world.rank)}
@@ -105,7 +106,7 @@ def torch_steps(
 
 OURS = (
     ("interleaved_1f1b", 4, {"chunks": 2}),
-    ("interleaved_1f1b", 5, {"chunks": 3, "group": 3}),
+    ("interleaved_1f1b", 5, {"chunks": 3, "microbatch_group_size": 3}),
     ("zb_h1", 4, {}),
     ("zb_v", 5, {}),
     ("dualpipe_v", 5, {}),
@@ -145,7 +146,7 @@ def test_a_loss_or_an_order_that_is_wrong_would_be_seen() -> None:
 
 
 def torch_order(name: str, ranks: int, chunks: int, microbatches: int, path: Path) -> Schedule:
-    """The order that torch's class of that name generates, through its CSV."""
+    """Return the order that torch's class of that name generates, through its CSV."""
     stages = [
         SimpleNamespace(
             num_stages=ranks * chunks,
@@ -218,7 +219,7 @@ def test_orders_of_torch_are_proved_and_timed_here(
 
 @pytest.mark.parametrize("name", names())
 def test_whatever_torch_can_run_is_what_it_reads(name: str, tmp_path: Path) -> None:
-    """Its parser reads every cell that is written for it, and its runtime accepts the lists."""
+    """torch's parser reads every cell that is written for it, and its runtime accepts the lists."""
     schedule = build(name, ranks=4, microbatches=8)
     try:
         text = to_torch_csv(schedule)

@@ -17,14 +17,14 @@ import pytest
 
 from tests.parity.jobs import ENDLESS, Job, arguments, tiny
 from tests.parity.launch_with import launched_with
-from tests.parity.marks import in_parts
 from tests.parity.sockets import EVERYWHERE, listening
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 CLONE_NEWNET = 0x40000000
 TIMEOUT_S = 6
 LEAVE_S = 5.0
-"""How long after ``parallel.timeout_s`` all have ended, launchers included."""
+"""Seconds after ``parallel.timeout_s`` within which all have ended, launchers included."""
 NAMES = [f"megapipe{os.getpid()}{side}" for side in "ab"]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 NAMED = """
@@ -41,7 +41,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """The names of two namespaces, each with a loopback and an end of the link."""
+    """Make two namespaces, each with a loopback and an end of the link; yield their names."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     try:
@@ -71,14 +71,14 @@ def enter(host: str) -> None:
 
 
 def network(pid: int) -> str:
-    """Which namespace a process is in."""
+    """Return the network namespace of a process."""
     return os.readlink(f"/proc/{pid}/ns/net")
 
 
 def launch(
     job: Job, host: str, nodes: str, *given: str, meet_at: Sequence[str] = ADDRESSES
 ) -> subprocess.Popen[bytes]:
-    """A launcher of one rank on a host."""
+    """Start a launcher of one rank on a host."""
     named = job.folder / "named.py"
     named.write_text(NAMED)
     where = ",".join(f"{address}:29400" for address in meet_at)
@@ -122,12 +122,13 @@ def test_a_host_that_is_gone(hosts: list[str], tmp_path: Path) -> None:
         assert second.wait(90) == 0, job.text
         outcome = job.end()
     assert re.findall(r"\| (pp 1 x dp \d)", outcome.text) == ["pp 1 x dp 2", "pp 1 x dp 1"]
-    assert "starting again after step" in outcome.text
+    assert "restarting after step" in outcome.text
 
 
 def test_a_host_whose_name_is_loopback_to_itself(hosts: list[str], tmp_path: Path) -> None:
-    """As Debian has it; to the other it is the address of the interface that is named, and there
-    alone it listens. (127.257 is how a resolver may be asked for 127.0.1.1.)"""
+    """Debian sets hosts up so; to the other one the name is the address of the interface that is
+    named, and the store listens there alone. (127.257 is how a resolver may be asked for
+    127.0.1.1.)"""
     given = arguments({**tiny(tmp_path), **ENDLESS, "parallel.pp": "2"})
     with Job(tmp_path) as job:
         for host, name in zip(hosts, ("127.257", ADDRESSES[0]), strict=True):

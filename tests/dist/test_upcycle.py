@@ -19,22 +19,23 @@ from megapipe.train.moe.upcycle import Upcycled, without_source
 from tests.parity.converted import write_checkpoint
 from tests.parity.first_step import first_losses
 from tests.parity.jobs import arguments, tiny
-from tests.parity.marks import in_parts
 from tests.parity.reference import init_random, shapes
 from tests.parity.stopped_runs import BASE
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import model_of
 
-EXPERTS = "model.moe.experts=4"
-PYRAMID = "model.moe.experts=[2,6,4,4]"
+EXPERTS = "model.moe.num_experts=4"
+PYRAMID = "model.moe.num_experts=[2,6,4,4]"
 TP = "parallel.tp=2 parallel.sequence_parallel=true"
 
 
 def dense(folder: Path, case: str) -> tuple[ModelConfig, Checkpoint, list[str]]:
-    """A checkpoint with random weights; arguments of a run of the model."""
+    """Write a checkpoint with random weights; also return arguments of a run of the model."""
     changes = {"vocab_size": 257, "layers": 4, "max_positions": 64}
     model = model_of(case).model_copy(update=changes)
     checkpoint = write_checkpoint(folder / "dense", model, init_random(model, seed=5))
-    keys = {f"model.{key}": value for key, value in model.model_dump(exclude={"moe"}).items()}
+    keys = {f"model.{key}": v for key, v in model.model_dump(exclude={"moe", "rope"}).items()}
+    keys |= {f"model.rope.{key}": value for key, value in model.rope.model_dump().items()}
     given = {key: str(value) for key, value in keys.items() if value not in (None, {})}
     base = {key: v for key, v in {**tiny(folder), **BASE}.items() if not key.startswith("model.")}
     return model, checkpoint, arguments({**base, **given, "checkpoint.load": str(folder / "dense")})
@@ -46,11 +47,11 @@ def of_run(weights: Checkpoint, argv: list[str], *more: str) -> tuple[Upcycled, 
 
 
 @pytest.mark.parametrize(
-    ("case", "experts"), [("gpt2", EXPERTS), ("llama_gqa", "model.moe.experts=[2,6,4]")]
+    ("case", "experts"), [("gpt2", EXPERTS), ("llama_gqa", "model.moe.num_experts=[2,6,4]")]
 )
 def test_each_expert_is_a_copy_of_the_mlp(case: str, experts: str, tmp_path: Path) -> None:
     _, checkpoint, argv = dense(tmp_path, case)
-    given = (experts, "model.moe.dense_first=1", "model.moe.bias_rate=0.1")
+    given = (experts, "model.moe.first_dense_layers=1", "model.moe.bias_update_rate=0.1")
     upcycled, model = of_run(checkpoint, argv, *given)
     wanted = {f"model/{name}": shape for name, shape in shapes(model).items()}
     fresh = without_source(wanted)
@@ -81,18 +82,22 @@ def test_each_expert_is_a_copy_of_the_mlp(case: str, experts: str, tmp_path: Pat
 
 def test_what_experts_cannot_be_copies_of_is_refused(tmp_path: Path) -> None:
     model, checkpoint, argv = dense(tmp_path, "llama")
-    with pytest.raises(CheckpointError, match=r"model.ffn_hidden=40, .* model.moe.ffn=20 .* 40$"):
-        of_run(checkpoint, argv, EXPERTS, "model.moe.ffn=20")
+    with pytest.raises(
+        CheckpointError, match=r"model.ffn_hidden=40, but model.moe.expert_ffn_hidden=20: .* 40$"
+    ):
+        of_run(checkpoint, argv, EXPERTS, "model.moe.expert_ffn_hidden=20")
     moe = of_run(checkpoint, argv, EXPERTS)[1].moe
     mixture = model.model_copy(update={"moe": moe})
     checkpoint = write_checkpoint(tmp_path / "mixture", mixture, init_random(mixture, seed=5))
-    with pytest.raises(CheckpointError, match=r"has model.moe.experts=4 already: expected a dense"):
+    with pytest.raises(
+        CheckpointError, match=r"already has model.moe.num_experts=4: expected a dense"
+    ):
         of_run(checkpoint, argv, EXPERTS)
 
 
 @in_parts("case", ["gpt2", "llama_gqa"], full=["llama_gqa"])
 def test_a_run_begins_with_the_loss_of_the_dense_model(case: str, tmp_path: Path) -> None:
-    """Of its own checkpoint and, but for rounding to fp32, of a folder of Hugging Face's. Weights
+    """The dense model is its own checkpoint or, rounded to fp32, a Hugging Face folder. Weights
     that do not sum to 1 give another loss."""
     _, checkpoint, argv = dense(tmp_path, case)
     export(checkpoint, tmp_path / "hf", dtype="fp64")
@@ -101,11 +106,11 @@ def test_a_run_begins_with_the_loss_of_the_dense_model(case: str, tmp_path: Path
         "parallel.dp=4",
         "parallel.dp=4 parallel.ep=4",
         f"parallel.dp=2 {TP} parallel.ep=2 parallel.etp=2 optimizer.zero=1",
-        f"parallel.pp=2 {TP} parallel.ep=2 model.moe.top_k=3 model.moe.bias_rate=0.1",
+        f"parallel.pp=2 {TP} parallel.ep=2 model.moe.top_k=3 model.moe.bias_update_rate=0.1",
         f"parallel.dp=4 parallel.ep=2 optimizer.zero=3 pipeline.schedule=gpipe {folder}",
-        f"{TP} parallel.cp=2 parallel.ep=4 model.moe.scores=sigmoid",
+        f"{TP} parallel.cp=2 parallel.ep=4 model.moe.score_function=sigmoid",
         f"parallel.dp=2 parallel.pp=2 parallel.ep=2 {PYRAMID}",
-        "parallel.dp=4 parallel.ep=2 model.moe.normalise=false",
+        "parallel.dp=4 parallel.ep=2 model.moe.norm_topk_prob=false",
     ]
     mixture = f"{EXPERTS} checkpoint.upcycle=true "
     runs = [

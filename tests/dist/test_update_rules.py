@@ -1,4 +1,4 @@
-"""A rule of the user's, planned by the command."""
+"""A user-defined update rule, planned by the command."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.parity.launches import fork_script
-from tests.parity.own_rules import MODULE
+from tests.parity.user_rules import MODULE
 
 
 @pytest.mark.full
 def test_the_plan_knows_a_rule_of_the_user_s(tmp_path: Path) -> None:
-    """By the command itself; 4 bytes for each state of a parameter."""
+    """The command itself plans it, with 4 bytes for each state of a parameter."""
     (tmp_path / "rules.py").write_text(MODULE)
     optimizer = []
     for rule in ("rules:Good", "adamw", "lion"):

@@ -20,7 +20,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_no_output_of_a_run_has_it(tmp_path: Path) -> None:
-    """Of one that ends well, one that goes on by a new signature, and one whose URL is refused."""
+    """One run ends well, one goes on with a new signature, and one has its URL refused."""
     script = tmp_path / "entry.py"
     script.write_text(f"{WEB}{ENTRY}")
     given = {
@@ -31,7 +31,7 @@ def test_no_output_of_a_run_has_it(tmp_path: Path) -> None:
         "checkpoint.every": "2",
         "log.timeline": "[2]",
         "log.profile": "[2]",
-        "log.samples": "true",
+        "log.sample_ids": "true",
         "log.tensorboard": "true",
         "log.wandb": "offline",
     }

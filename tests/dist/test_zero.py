@@ -91,7 +91,7 @@ SHARED = [
 
 
 def check_all(cases: list[Case]) -> None:
-    """All of one world, against the plain reference in fp64."""
+    """Check cases of one world size against the plain reference in fp64."""
     results = run_world(cases[0].world, run_cases, cases, timeout_s=30 + 10 * len(cases))
     for i, case in enumerate(cases):
         try:
@@ -107,7 +107,7 @@ def test_tied_and_replicated_stages() -> None:
 
 
 def on_every_schedule(pp: int, *, in_process: bool) -> list[Case]:
-    """ZeRO-3 with 0, 1 or 2 stages ahead, by turns."""
+    """Return ZeRO-3 cases with 0, 1 or 2 stages prefetched, by turns."""
     cases = []
     for i, name in enumerate(names()):
         case = next(case for case in registry_cases.settings(name) if case.pp == pp)
@@ -142,8 +142,8 @@ def test_weights_on_demand_under_every_schedule_in_one_process() -> None:
 SHARDED = {
     "parallel.dp": "4",
     "optimizer.zero": "3",
-    "optimizer.shard_size": "2",
-    "optimizer.prefetch": "0",
+    "optimizer.shard_group_size": "2",
+    "optimizer.weight_prefetch": "0",
     "pipeline.chunks": "2",
     "pipeline.schedule": "breadth_first",
 }

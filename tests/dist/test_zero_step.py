@@ -24,7 +24,7 @@ CHUNKS = Case(dp=2, m=4, chunks=3, layers=3, schedule="breadth_first", dtype="fp
 
 
 class Moment(NamedTuple):
-    """What has memory after an action of the program: buckets by index."""
+    """Buckets, by index, that have memory after an action of the program."""
 
     action: Action
     grads: frozenset[int]
@@ -36,15 +36,15 @@ class Seen(NamedTuple):
 
     moments: list[Moment]
     buckets: dict[int, int]
-    """Length by index."""
+    """Length of each bucket, by index."""
     said: Counter[tuple[str, int, int]]
     """Collectives of the optimizer: (name, bytes, actions of the program that had run)."""
     left: Moment
-    """After the step."""
+    """Buckets that have memory after the step."""
 
 
 def watch(world: World, case: Case) -> Seen:
-    """The second step of a case, action by action; sizes are those of the storages."""
+    """Watch the second step of a case, action by action; sizes are those of the storages."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))
     rows = Rows(case)
@@ -103,7 +103,7 @@ def watch_all(world: World, cases: list[Case]) -> list[Seen]:
 
 
 def seen(*cases: Case) -> list[list[Seen]]:
-    """Per case, what each rank saw."""
+    """Return what each rank saw in each case."""
     ranks = run_world(cases[0].world, watch_all, list(cases))
     return [list(each) for each in zip(*ranks, strict=True)]
 
@@ -216,8 +216,8 @@ def test_gradients_are_reduced_once_per_stage_or_run_and_never_per_micro_batch()
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_reductions_begin_long_before_the_step_ends(zero: int) -> None:
-    """That of the last of three chunks, with two thirds of the backward to come; computation goes
-    on before anyone waits for it."""
+    """The last of three chunks begins its reduction with two thirds of the backward to come;
+    computation goes on before anyone waits for it."""
     log, _ = run_world(2, order, replace(CHUNKS, zero=zero))
     operations, starts, ends = (
         [i for i, what in enumerate(log) if what == kind] for kind in ("op", "start", "wait")
@@ -246,7 +246,7 @@ def test_sums_between_shard_groups_begin_with_the_reduction_of_the_next_stage() 
 
 
 def order(world: World, case: Case) -> list[str]:
-    """Operations, and the starts and waits of reductions, as they follow each other."""
+    """Return operations, and the starts and waits of reductions, in their order."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(dp=case.dp)))
     log: list[str] = []

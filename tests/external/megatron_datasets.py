@@ -38,7 +38,8 @@ def dataset_config(seed: int, sequence_length: int, **given: Any) -> GPTDatasetC
 
 
 def training_rows(prefix: Path, seed: int, sequence_length: int, split: str, n: int) -> Tensor:
-    """The first n samples that it trains on, tokens and the label of the last one [n, s + 1]."""
+    """Return the first `n` samples that GPTDataset trains on: tokens and the last label [n, s +
+    1]."""
     config = dataset_config(seed, sequence_length, blend=([str(prefix)], None), split=split)
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [n, None, None], lambda: True, config)
     samples = [builder.build()[0][i] for i in range(n)]

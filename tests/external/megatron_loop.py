@@ -1,8 +1,8 @@
 """A training loop on megatron-core: its layers, tensor-parallel cross-entropy, 1F1B, gradient
 buffers, optimizer, clipping and learning rate, on gloo.
 
-Layers are its local ones, without Transformer Engine; it expects a GPU and is given the CPU. What
-imports this is skipped where megatron-core is not installed.
+Layers are megatron-core's local ones, without Transformer Engine. It expects a GPU and gets the
+CPU. Tests that import this module are skipped if megatron-core is not installed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ with warnings.catch_warnings():
 
 
 class Rank(NamedTuple):
-    """What one rank tells of its run."""
+    """What one rank reports of its run."""
 
     losses: list[float]
-    """Mean of its replica's micro-batches in each step; empty without the last stage."""
+    """Mean loss of its replica's micro-batches in each step; empty without the last stage."""
     norms: list[float]
     apart: dict[str, float]
-    """Largest difference of its part of each tensor to the weights that it was to compare with."""
+    """For each tensor, the largest difference of its part from the weights of `other`."""
 
 
 def train(world: World, recipe: Recipe, folder: Path, rows: Tensor, other: Path) -> Rank:
@@ -148,7 +148,7 @@ def _model(recipe: Recipe) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=False,
-        masked_softmax_fusion=False,  # kernels for a GPU
+        masked_softmax_fusion=False,  # a GPU kernel
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=recipe.tp,
@@ -173,8 +173,8 @@ def _model(recipe: Recipe) -> Any:
 
 
 def _parts(model: Any, weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, Tensor]]:
-    """This rank's parameters, each with its part of whole weights. A stage counts its layers from
-    0."""
+    """Return this rank's parameters, each with its part of whole weights. A stage counts its layers
+    from 0."""
     layers = "decoder.layers."
     first = model.decoder.layers[0].layer_number - 1
     found = {}
@@ -191,7 +191,8 @@ def _parts(model: Any, weights: Mapping[str, Tensor]) -> dict[str, tuple[Any, Te
 
 
 def _share(value: Tensor, dim: int, *, gated: bool) -> Tensor:
-    """This tensor-parallel rank's; of both halves where two matrices are in one."""
+    """Return this tensor-parallel rank's part of a tensor; of each half if it holds two
+    matrices."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     halves = value.chunk(2 if gated else 1, dim)

@@ -1,7 +1,7 @@
 """megatron-core's GPT on the CPU: its logits at any layout, and its checkpoints in both formats.
 
-It expects a GPU, so what it makes is placed on the CPU (:func:`on_the_cpu`); layers are its local
-ones, without Transformer Engine. Imported where it is installed.
+It expects a GPU, so its tensors are placed on the CPU (:func:`on_the_cpu`). Layers are its local
+ones, without Transformer Engine. Import this module only if megatron-core is installed.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torch.nn import functional as F
 from megapipe.testing import World
 
 VOCABULARY = 264
-"""Of the byte tokenizer 257, padded."""
+"""Padded vocabulary size; the byte tokenizer has 257 ids."""
 POSITIONS = 19
 
 
 class Layout(NamedTuple):
-    """Of the ranks that save."""
+    """The layout of the ranks that save."""
 
     tp: int = 1
     pp: int = 1
     chunks: int = 1
     apart: bool = False
-    """Whether in torch_dist each layer has tensors of its own."""
+    """Whether torch_dist stores each layer's tensors by themselves."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model: arguments as Megatron-LM stores them, with what their classes are given for them."""
+    """A model: its arguments as Megatron-LM stores them, and the arguments of its classes."""
 
     args: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
 
     def stored(self, tp: int, pp: int) -> Namespace:
-        """The arguments of a run."""
+        """Return the arguments of a run at `tp` and `pp`."""
         sizes = {
             "num_layers": 4,
             "hidden_size": 24,
@@ -117,8 +117,8 @@ def save_and_run(
     tokens: Tensor,
     layout: Layout,
 ) -> Tensor | None:
-    """Save random weights of a case to ``folder/legacy`` and ``folder/torch_dist``; the logits
-    [b, s, V] on the last stage."""
+    """Save random weights of a case to ``folder/legacy`` and ``folder/torch_dist``. Return the
+    logits [b, s, V] on the last stage."""
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of Apex, which needs a GPU
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -145,8 +145,8 @@ def save_and_run(
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Where megatron-core asks for CUDA, the CPU; and where it writes files in processes of its
-    own, which a process of a test may not have, threads."""
+    """Give megatron-core the CPU if it asks for CUDA, and threads to write files. It would use
+    processes, which a process of a test may not start."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     threads = SimpleNamespace(Queue=Queue, JoinableQueue=Queue, Process=threading.Thread)
@@ -218,7 +218,8 @@ def _stage(case: Case, chunk: int, tp: int, pp: int, chunks: int) -> Any:
 
 
 def _draw(name: str, parameter: Any, *, stage: int, rank: int) -> None:
-    """Values under which nothing vanishes; the same on all ranks that hold them."""
+    """Fill a parameter with values under which nothing vanishes, equal on all ranks that hold
+    it."""
     own = rank if getattr(parameter, "tensor_model_parallel", False) else -1
     if name == "output_layer.weight":
         name, stage = "embedding.word_embeddings.weight", 0
@@ -231,7 +232,7 @@ def _draw(name: str, parameter: Any, *, stage: int, rank: int) -> None:
 
 
 def _save_legacy(stages: list[Any], args: Namespace, folder: Path, pp: int) -> None:
-    """As Megatron-LM's own save does it."""
+    """Save the stages as Megatron-LM's own save does."""
     from megatron.core import parallel_state
 
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -248,7 +249,7 @@ def _save_legacy(stages: list[Any], args: Namespace, folder: Path, pp: int) -> N
 
 
 def _logits(stages: list[Any], tokens: Tensor, world: World, tp: int, pp: int) -> Tensor | None:
-    """One forward through all stages; ranks are tp within pp."""
+    """Run one forward through all stages; ranks are tp within pp."""
     b, s = tokens.shape
     positions = torch.arange(s).expand(b, s)
     hidden_from = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)

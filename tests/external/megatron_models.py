@@ -1,4 +1,4 @@
-"""Models of transformers as megatron-core builds them: what it is given, and what it calls the
+"""Models of transformers as megatron-core builds them: its arguments and its names of the
 weights."""
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 GATED = "linear_fc1.weight"
-"""The end of the name of a tensor that holds two matrices, where the model has a gate."""
+"""End of the name of a tensor that holds two matrices if the model has a gate."""
 Weights = Mapping[str, Tensor]
 
 
 class Form(NamedTuple):
-    """A model as megatron-core has it."""
+    """A model in megatron-core's terms."""
 
     transformer: dict[str, Any]
-    """Of its `TransformerConfig`."""
+    """Arguments of its `TransformerConfig`."""
     model: dict[str, Any]
-    """Of its `GPTModel`."""
+    """Arguments of its `GPTModel`."""
     renamed: Callable[[Weights], dict[str, Tensor]]
-    """Whole weights, from those of transformers."""
+    """Makes whole weights of megatron-core from the weights of transformers."""
 
 
 def form_of(config: PretrainedConfig) -> Form:

@@ -15,7 +15,7 @@ from tests.external.stand_ins import InDouble
 
 
 def train(recipe: Recipe, folder: Path, rows: Tensor) -> Outcome:
-    """Rows [steps x batch, s + 1] are taken in their order."""
+    """Train on rows [steps x batch, s + 1] in their order."""
     dtype = torch.float64 if recipe.wide else torch.float32
     with InDouble() if recipe.wide else nullcontext():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()

@@ -1,7 +1,8 @@
-"""Reads exports by the transformers that is first on the path: ``python read_by_older.py FOLDER``.
+"""Reads exports with the transformers that is first on the path: ``python read_by_older.py
+FOLDER``.
 
-Prints JSON: the version, and for each folder in FOLDER how far its logits are from those that are
-expected, what loading tells, and ids of a text.
+Prints JSON: the version, and for each folder in FOLDER the largest difference of its logits from
+the expected ones, what loading reports, and the ids of a text.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ TEXT = "Größe: 5 €, isn't it?\n  x = 1"
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What comes of one of them."""
+    """Load one of the folders and return what is printed of it."""
     tokens, expected = torch.load(folder / "expected.pt")
-    # with its default Gemma 2 leaves out the caps of scores
+    # the default attention of Gemma 2 ignores its score caps
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_loading_info=True
     )

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from megapipe.data.commands import main
 
 VOCABULARY = 320
-"""160 on a rank of tp 2: megapipe pads them to 256."""
+"""160 on a rank at tp 2; megapipe pads that to 256."""
 MODELS = {
     "llama": LlamaConfig(
         vocab_size=VOCABULARY,
@@ -49,8 +49,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW with clipping, warm-up and cosine; weight decay for matrices alone. Micro-batches have
-    as many tokens each."""
+    """AdamW with clipping, warm-up and cosine decay; weight decay for matrices alone. All
+    micro-batches have equally many tokens."""
 
     family: str = "llama"
     steps: int = 50
@@ -73,7 +73,7 @@ class Recipe:
     tp: int = 2
     pp: int = 2
     wide: bool = False
-    """fp64 for all that is computed, in the place of fp32."""
+    """Whether everything is computed in fp64, not in fp32."""
 
     @property
     def model(self) -> PretrainedConfig:
@@ -88,26 +88,27 @@ class Outcome(NamedTuple):
     """A run of one system."""
 
     losses: list[float]
-    """Mean over the tokens of each step, nats."""
+    """Mean loss over the tokens of each step, nats."""
     norms: list[float]
-    """Of the gradient of each step, before clipping."""
+    """Gradient norm of each step, before clipping."""
     weights: Mapping[str, Tensor]
-    """After the last step, by the names of transformers."""
+    """Weights after the last step, by the names of transformers."""
 
 
 def write_model(config: PretrainedConfig, folder: Path) -> Path:
-    """transformers' own initialisation, saved by transformers."""
+    """Save a model that transformers has initialised."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
 def write_tokens(folder: Path) -> Path:
-    """The prefix of a token file: modules of the standard library as bytes, each a document."""
+    """Write a token file, each standard library module as bytes being a document; return its
+    prefix."""
     modules = Path(getfile(message_from_string)).parent.glob("*.py")
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": m.read_text()}) + "\n" for m in sorted(modules)))
     prefix = folder / "tokens"
     given = ["--source", str(texts), "--tokenizer", "byte", "--output", str(prefix)]
-    assert main([*given, "--workers", "1"]) == 0
+    assert main([*given, "--tokenizer-workers", "1"]) == 0
     return prefix

@@ -1,4 +1,4 @@
-"""Other systems on another device, or in another type, than the one that they are written for."""
+"""Other systems on another device, or in another type, than they are written for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaIsTheCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are on the CPU, and say that they are on a GPU."""
+    """Puts tensors on the CPU that are created on a GPU; they report that they are on a GPU."""
 
     def __torch_function__(
         self,
@@ -34,15 +34,15 @@ class _CudaIsTheCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_is_the_cpu() -> Iterator[None]:
-    """For programs that expect a GPU, and ask for no more than memory on it."""
+    """Run programs on the CPU that expect a GPU and only allocate memory on it."""
     cpu = torch.device("cpu")
     with mock.patch.object(torch.cuda, "current_device", return_value=cpu), _CudaIsTheCpu():
         yield
 
 
 class InDouble(TorchFunctionMode):
-    """What is asked for in fp32 is in fp64: norms, softmax, losses and rotary angles, for which
-    models change to fp32 whatever their own type."""
+    """Computes in fp64 what is requested in fp32: norms, softmax, losses and rotary angles. Models
+    use fp32 for these in any type of their own."""
 
     def __torch_function__(
         self,

@@ -1,5 +1,4 @@
-"""A model that was trained here has, exported and evaluated by transformers, the loss that its run
-logged."""
+"""An export of a trained model, evaluated by transformers, has the loss that its run logged."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.slow
 def test_the_loss_of_an_export_is_the_one_in_the_log(tmp_path: Path) -> None:
-    """Of a text that is held out, to its last token; 257 ids at tp 2 are padded here."""
+    """The text is held out and evaluated to its last token; at tp 2 the 257 ids are padded."""
     held_out = write_corpus(tmp_path / "held_out.txt", words=900)
     settings = {
         **tiny(tmp_path),

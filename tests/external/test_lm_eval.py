@@ -1,5 +1,5 @@
-"""lm-evaluation-harness gets the same of megapipe's adapter and of its own class for transformers.
-It runs where lm_eval is installed; its tasks are local."""
+"""lm-evaluation-harness gets equal results from megapipe's adapter and from its own transformers
+class. Runs if lm_eval is installed; its tasks are local."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its export, and tasks with their data."""
+    """Write a run, its export, and tasks with their data."""
     path = tmp_path_factory.mktemp("lm_eval")
     model = model_of("llama_gqa").model_copy(
         update={"vocab_size": 257, "max_positions": CONTEXT, "dtype": "fp32"}
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(folder: Path) -> tuple[HarnessModel, Any]:
-    """Ours of the run, and the harness' own of the export."""
+    """Return megapipe's adapter with the run, and the harness' own class with the export."""
     from megapipe.checkpoint.find import find_checkpoint
 
     ours = HarnessModel(load_model(find_checkpoint(folder / "run"), torch.device("cpu")), batch=3)

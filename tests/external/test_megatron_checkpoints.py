@@ -1,5 +1,5 @@
-"""Checkpoints that megatron-core has written are its models: logits, at the layouts of both sides.
-It runs where megatron-core is installed."""
+"""Checkpoints that megatron-core has written load as the same models: equal logits, at the layouts
+of both sides. Runs if megatron-core is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = {
 ONE, FOUR, CHUNKS = LAYOUTS
 MOST = [("qwen", ONE), ("gpt", FOUR), ("llama", CHUNKS)]
 DRAWN = MOST[draw.number(len(MOST), "megatron's layouts")]
-"""The pair that CI runs."""
+"""The pair of layouts that CI runs."""
 PAIRS = [
     pytest.param(*pair, marks=pytest.mark.full if pair == DRAWN else pytest.mark.slow)
     for pair in product(CASES, LAYOUTS)
@@ -46,7 +46,7 @@ def tokens_of(seed: int) -> Tensor:
 
 
 def logits_of(folder: MegatronFolder, tokens: Tensor) -> Tensor:
-    """Those of our model in one process, [b, s, V]."""
+    """Return the logits [b, s, V] of megapipe's model, in one process."""
     params = {name.removeprefix("model/"): folder.read(name) for name in folder.shapes()}
     stage, _ = new_stage(folder.model, params)
     mask = torch.ones_like(tokens, dtype=torch.bool)

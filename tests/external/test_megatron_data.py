@@ -1,5 +1,5 @@
-"""Token files of megatron-core's own builder are read here, and its reader reads those written
-here. It runs where megatron-core is installed."""
+"""megapipe reads token files of megatron-core's builder, and megatron-core reads token files of
+megapipe. Runs if megatron-core is installed."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megapipe.data.tokens.verify import verify
 indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5]], [[]], [[6, 7], [8], [9, 10, 65498]]]
-"""Sequences of documents."""
+"""Documents, each with its sequences."""
 
 
 def theirs(prefix: Path, dtype: type) -> Path:

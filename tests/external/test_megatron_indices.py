@@ -1,5 +1,5 @@
-"""Indices and samples are those of megatron-core: of its GPTDataset, its BlendedDataset, their
-builder and its compiled helpers. It runs where megatron-core is installed."""
+"""Indices and samples equal those of megatron-core: GPTDataset, BlendedDataset, their builder and
+its compiled helpers. Runs if megatron-core is installed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LENGTHS = {
 
 
 def write(prefix: Path, lengths: np.ndarray) -> Path:
-    """A file of sequences of these lengths, each a document, with random tokens."""
+    """Write a file with a document of random tokens for each length."""
     random = np.random.default_rng(len(lengths))
     with TokenWriter(prefix, np.dtype("<u2")) as writer:
         for length in lengths:
@@ -221,7 +221,7 @@ def test_blends_of_files(tmp_path: Path, weights: list[float] | None) -> None:
 def test_batches_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[float] | None
 ) -> None:
-    """By the keys of a configuration: one file, a blend with weights, one without."""
+    """A configuration sets the data: one file, a blend with weights, or a blend without."""
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(5)
     names = ["a"] if weights is None else ["a", "b", "c"][: len(weights) or 3]
@@ -230,7 +230,12 @@ def test_batches_of_a_run(
     steps, batch = (9, 8) if weights else (5, 6)
     keys = [
         *("train.sequence_length=16", f"train.steps={steps}", f"train.global_batch={batch}"),
-        *("run.seed=7", "data.samples=megatron", "data.split=80,15,5", "model.vocab_size=65536"),
+        *(
+            "run.seed=7",
+            "data.sample_format=megatron",
+            "data.split=80,15,5",
+            "model.vocab_size=65536",
+        ),
     ]
     if weights is None:
         keys.append("data.source=a")

@@ -1,6 +1,6 @@
-"""What is exported is read by the last transformers before version 5 as by the one installed.
+"""The last transformers before version 5 reads exports as the installed version does.
 
-It runs where ``scripts/test.sh --full`` has installed both.
+Runs if ``scripts/test.sh --full`` has installed both versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Exports of every case, each with tokens and their logits by the transformers installed."""
+    """Export every case, with tokens and their logits from the installed transformers."""
     root = tmp_path_factory.mktemp("exports")
     rng = torch.Generator().manual_seed(0)
     for case in (*CASES, *FAMILIES, *MIXTURES):
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def read(folders: Path) -> dict[str, Any]:
-    """What a process with the older version finds in them."""
+    """Read the exports in a process with the older version, and return what it prints."""
     done = subprocess.run(
         [sys.executable, read_by_older.__file__, str(folders)],
         env={**os.environ, "PYTHONPATH": str(older_transformers())},

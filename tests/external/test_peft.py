@@ -1,5 +1,5 @@
-"""Training adapters is what peft does, on the same model and the same batches, and each loads the
-other's result. It runs where peft is installed."""
+"""Adapters train as with peft, on the same model and batches, and each side loads the other's
+result. Runs if peft is installed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megapipe import TrainStep
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config.config import Config, OptimizerConfig, TrainConfig
 from megapipe.config.lora import LoraConfig
+from megapipe.config.update_rules import AdamOptions
 from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.adapters import export_adapters
 from megapipe.distributed.mesh import Grid
@@ -27,9 +28,9 @@ from megapipe.testing import World, run_world
 from megapipe.train.resume.load import load_weights
 from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 from tests.parity.converted import write_checkpoint
-from tests.parity.marks import in_parts
 from tests.parity.outcome import assemble, own_grads
 from tests.parity.reference import ADAPTER_SCALE, Batch, init_random, logits, random_batch
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import in_double, model_of
 
 peft = pytest.importorskip("peft")
@@ -49,7 +50,7 @@ def config_of(case: str) -> Config:
     return Config(
         model=model_of(name).model_copy(update={"dtype": "fp64", "vocab_size": 64}),
         lora=lora,
-        optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, clip=0.05),
+        optimizer=OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, max_grad_norm=0.05),
         train=TrainConfig(steps=STEPS, sequence_length=LENGTH, global_batch=SAMPLES, microbatch=2),
     )
 
@@ -60,8 +61,8 @@ def batches(config: Config) -> list[Batch]:
 
 
 def trained(world: World, case: str, folder: Path) -> dict[str, Any]:
-    """Losses, and gradients by name, of a run that begins with ``folder/base``; the checkpoints
-    before and after."""
+    """Train from ``folder/base``. Return losses, gradients by name, and the checkpoints before and
+    after."""
     config, layout = resolve(config_of(case), 1, 64)
     mesh, given = world.mesh(Grid()), batches(config)
     step = TrainStep(config, layout, mesh)
@@ -98,21 +99,22 @@ def loaded(folder: Path, adapter: Path, *, learn: bool = False) -> Any:
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
-    """The values of all adapters, by the names in peft's files."""
+    """Return the values of all adapters, by the names in peft's files."""
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model)
     return {name: value.detach().clone() for name, value in state.items()}
 
 
 def train_by_peft(model: Any, config: Config) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses, and gradients before they are clipped, of as many steps."""
+    """Take as many steps with peft. Return losses, and gradients before clipping."""
     learning = {
         n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad
     }
-    own = config.optimizer
+    own, options = config.optimizer, config.optimizer.rule_options
+    assert isinstance(options, AdamOptions)
     adamw = torch.optim.AdamW(
         learning.values(),
-        betas=(own.beta1, own.beta2),
-        eps=own.eps,
+        betas=(options.betas[0], options.betas[1]),
+        eps=options.eps,
         weight_decay=own.weight_decay,
     )
     losses, grads = [], []
@@ -124,7 +126,7 @@ def train_by_peft(model: Any, config: Config) -> tuple[list[float], list[dict[st
         loss.backward()
         losses.append(loss.item())
         grads.append({name: p.grad.clone() for name, p in learning.items() if p.grad is not None})
-        torch.nn.utils.clip_grad_norm_(learning.values(), own.clip or 0.0)
+        torch.nn.utils.clip_grad_norm_(learning.values(), own.max_grad_norm or 0.0)
         adamw.param_groups[0]["lr"] = learning_rate(own, i, STEPS)
         adamw.step()
     return losses, grads
@@ -147,7 +149,7 @@ def test_steps_are_those_of_peft(case: str, tmp_path: Path) -> None:
 def compare(
     ours: dict[str, Any], config: Config, params: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """With what peft makes of the same."""
+    """Compare a run with what peft computes from the same weights and batches."""
     first, last = (Checkpoint.open(Path(ours[name])) for name in ("first", "last"))
     export_adapters(first, tmp_path / "first")
     theirs = loaded(tmp_path, tmp_path / "first", learn=True)
@@ -160,7 +162,7 @@ def compare(
         assert_scalar_close("loss", one, other, 1e-9)
     assert len(ours["grads"]) == len(grads) == STEPS
     for number, expected in enumerate(grads):
-        # as peft has them, by way of a checkpoint of gradients
+        # in peft's form, through a checkpoint of gradients
         like = {n: torch.empty(first.manifest.entries[f"model/{n}"].shape) for n in names_of(first)}
         found = assemble([ours["grads"][number]], like)
         as_saved = with_adapters_of(tmp_path / f"grads{number}", config, params, found)
@@ -183,7 +185,8 @@ def compare(
 
 
 def adapted_checkpoint(name: str, lora: LoraConfig, folder: Path) -> tuple[Config, Checkpoint, Any]:
-    """Of a model with experts, with all its parameters; ``folder/base`` is the model without."""
+    """Write a checkpoint of an MoE model with adapters, and the model without them to
+    ``folder/base``. Return configuration, checkpoint and all parameters."""
     model = model_of(name).model_copy(update={"dtype": "fp64", "vocab_size": 64})
     train = TrainConfig(sequence_length=LENGTH, global_batch=SAMPLES, microbatch=2)
     config = resolve(Config(model=model, lora=lora, train=train), 1, 64)[0]
@@ -196,7 +199,7 @@ def adapted_checkpoint(name: str, lora: LoraConfig, folder: Path) -> tuple[Confi
 
 @pytest.mark.parametrize("name", ["mixtral", "dots1"])
 def test_adapters_of_attention_beside_experts(name: str, tmp_path: Path) -> None:
-    """Peft's model has the logits of the merged weights, and those are the reference's."""
+    """The peft model has the logits of the merged weights, and these are the reference's."""
     lora = LoraConfig(rank=2, alpha=2 * ADAPTER_SCALE, targets=["attention.q", "attention.out"])
     config, checkpoint, params = adapted_checkpoint(name, lora, tmp_path)
     export_adapters(checkpoint, tmp_path / "adapter")
@@ -210,8 +213,8 @@ def test_adapters_of_attention_beside_experts(name: str, tmp_path: Path) -> None
 
 
 def test_adapters_of_a_shared_mlp(tmp_path: Path) -> None:
-    """They are merged, and not written for peft, which takes the names of an MLP in a class with
-    experts for those of the experts."""
+    """They are merged, and not exported for peft. In a class with experts peft takes an MLP's names
+    for names of experts."""
     config, checkpoint, params = adapted_checkpoint(
         "dots1", LoraConfig(rank=2, alpha=2 * ADAPTER_SCALE), tmp_path
     )
@@ -222,7 +225,7 @@ def test_adapters_of_a_shared_mlp(tmp_path: Path) -> None:
     with in_double(config.model), torch.no_grad():
         found = transformers_model(tmp_path / "merged")(input_ids=tokens).logits
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
-    with pytest.raises(ConfigError, match=r"has mlp.gate, .* dots1 class: leave out --adapter"):
+    with pytest.raises(ConfigError, match=r"has mlp.gate, .* dots1 class: remove --adapter"):
         export_adapters(checkpoint, tmp_path / "adapter")
 
 
@@ -234,5 +237,5 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
 def with_adapters_of(
     folder: Path, config: Config, params: dict[str, Tensor], adapters: dict[str, Tensor]
 ) -> Checkpoint:
-    """A checkpoint with these adapters."""
+    """Write a checkpoint with these adapters."""
     return write_checkpoint(folder, config.model, params | adapters, lora=config.lora)

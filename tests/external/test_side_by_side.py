@@ -1,6 +1,6 @@
-"""50 steps from the same weights over the same token file: megapipe at dp 2 x tp 2 x pp 2 beside a
-plain loop with transformers, and beside megatron-core in the same layout. What is set on each side
-is in docs/comparison.md, and what comes out (``pytest -rP`` prints it)."""
+"""50 steps from equal weights over the same token file: megapipe at dp 2 x tp 2 x pp 2, a plain
+loop with transformers, and megatron-core in the same layout. Settings and results are in
+docs/comparison.md (``pytest -rP`` prints the results)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.parity.jobs import arguments, run_launched
 
 
 def megapipe_run(recipe: Recipe, folder: Path, model: Path, tokens: Path) -> Outcome:
-    """The command of a user, and the folder that is exported from its checkpoint."""
+    """Run the user's command, and export its checkpoint to a folder."""
     settings = {
         "run.folder": folder / "runs",
         "run.name": "ours",
@@ -32,7 +32,7 @@ def megapipe_run(recipe: Recipe, folder: Path, model: Path, tokens: Path) -> Out
         "model.dtype": "fp64" if recipe.wide else "fp32",
         "data.source": tokens,
         "data.tokenizer": "byte",
-        "data.samples": "megatron",
+        "data.sample_format": "megatron",
         "data.split": recipe.split,
         "data.cache": folder / "cache",
         "parallel.dp": recipe.dp,
@@ -48,11 +48,10 @@ def megapipe_run(recipe: Recipe, folder: Path, model: Path, tokens: Path) -> Out
         "optimizer.min_lr": recipe.min_lr,
         "optimizer.warmup_steps": recipe.warmup,
         "optimizer.schedule": "cosine",
-        "optimizer.beta1": recipe.beta1,
-        "optimizer.beta2": recipe.beta2,
-        "optimizer.eps": recipe.eps,
+        "optimizer.options.betas": [recipe.beta1, recipe.beta2],
+        "optimizer.options.eps": recipe.eps,
         "optimizer.weight_decay": recipe.weight_decay,
-        "optimizer.clip": recipe.clip,
+        "optimizer.max_grad_norm": recipe.clip,
         "optimizer.zero": 1,
     }
     given = [str(folder / "model.yaml"), *arguments({k: str(v) for k, v in settings.items()})]
@@ -68,8 +67,8 @@ def megapipe_run(recipe: Recipe, folder: Path, model: Path, tokens: Path) -> Out
 
 CASES = [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True)]
 OF_KEYS = ("c_attn.bias", "linear_qkv.bias")
-"""Have biases of keys in them. These change no loss: their gradient is rounding alone, which Adam
-magnifies, unless it is far below eps."""
+"""Ends of names of biases that include key biases. These change no loss: their gradient is rounding
+error alone, which Adam magnifies unless it is far below eps."""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_the_same_curve(
     plain = plain_loop.train(recipe, model, rows)
     (tmp_path / "other").mkdir()
     save_file(dict(ours.weights), tmp_path / "other/model.safetensors")
-    # forks of this process, which has megatron-core loaded
+    # forks of this process, which has loaded megatron-core
     ranks = spawn(megatron_loop.train, recipe.world, recipe, model, rows, tmp_path / "other")
     of_last_stage = [rank.losses for rank in ranks if rank.losses]
     megatron = [mean(losses) for losses in zip(*of_last_stage, strict=True)]

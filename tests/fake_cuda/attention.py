@@ -1,6 +1,6 @@
-"""torch's attention kernels of a GPU in plain arithmetic, with the rules that they keep.
+"""torch's GPU attention kernels in plain arithmetic, with the rules of the real ones.
 
-The rules are those of torch's sources: types, sizes of heads, shapes and memory of the LSE.
+The rules are those of torch's sources: types, head sizes, shapes, and the memory of the LSE.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from tests.fake_cuda.packed_attention import install_packed
 
 
 def install() -> Any:
-    """Give the device the kernels; returns what keeps them there."""
+    """Register the kernels for the device; return what keeps them registered."""
     import torch
     from torch import Tensor
 
-    from megapipe.ops.block_attention import MathTile
+    from megapipe.ops.tile_attention import MathTile
 
     plain, half = MathTile(), (torch.bfloat16, torch.float16)
     library = torch.library.Library("aten", "IMPL")

@@ -14,19 +14,19 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent / "library"
 KEPT_S = 7 * 24 * 3600.0
-"""How long the library of another state of the source is kept."""
+"""Seconds for which the library of another state of the source is kept."""
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wno-unknown-pragmas")
 
 
 class NoCompiler(Exception):
-    """There is no C++ compiler here."""
+    """Raised if there is no C++ compiler."""
 
 
 def library() -> Path:
-    """The library, which is compiled if it is not there; others that ask meanwhile wait.
+    """Return the library's path. Compile it if it is missing; others that ask meanwhile wait.
 
-    It is kept in the environment that has torch, under the version of torch and what the source
-    says. Raises :class:`NoCompiler`.
+    It is stored in the environment that has torch, under the version of torch and a hash of the
+    source. Raises :class:`NoCompiler`.
     """
     files = sorted(SOURCE.iterdir())
     content = b"\0".join([*(file.read_bytes() for file in files), *(f.encode() for f in FLAGS)])
@@ -50,7 +50,7 @@ def library() -> Path:
 
 
 def compiler() -> str:
-    """Raises :class:`NoCompiler`."""
+    """Return the C++ compiler. Raises :class:`NoCompiler`."""
     found = shutil.which("g++") or shutil.which("clang++")
     if found is None:
         raise NoCompiler("no C++ compiler (g++): a device of type cuda cannot be built")

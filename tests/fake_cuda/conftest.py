@@ -1,5 +1,5 @@
-"""Tests on the device are skipped where it cannot be built, or where torch has real ones; they are
-not among those that run by default, as a compiler works for a minute first."""
+"""Tests on the device are skipped if it cannot be built or torch has real ones. They do not run by
+default: compiling it takes a minute."""
 
 from __future__ import annotations
 

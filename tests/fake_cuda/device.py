@@ -1,6 +1,6 @@
-"""Makes the device of type cuda known to torch: the library, and what is Python in ``torch.cuda``.
+"""Registers the device of type cuda with torch: the library, and the Python side of ``torch.cuda``.
 
-:func:`install` is called in a fresh process, before anything imports torch.
+Call :func:`install` in a fresh process, before anything imports torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from tests.fake_cuda import attention, grouped
 
 CLOCK_HZ = 2e9
-"""Of ``torch.cuda._sleep``."""
+"""Clock rate of ``torch.cuda._sleep``."""
 
 
 class Device:
-    """The functions of the library, by what they are for."""
+    """The functions of the library, by purpose."""
 
     def __init__(self, library: Path) -> None:
         self._calls = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -37,23 +37,23 @@ class Device:
         return int(self._calls.fake_cuda_device_count())
 
     def report(self) -> dict[str, Any]:
-        """The faults noted, and the waits of the host and the kernels counted, since the last
+        """Return the faults noted, and the host waits and kernels counted, since the last
         report."""
         found: dict[str, Any] = json.loads(self._calls.fake_cuda_report())
         return found
 
     def name_stream(self, stream: Any, name: str) -> None:
-        """What faults call the stream."""
+        """Set the name of a stream in reports of faults."""
         here = ctypes.c_int64(stream.stream_id)
         self._calls.fake_cuda_name_stream(stream.device_index, here, name.encode())
 
     def receives(self, more: int) -> None:
-        """So many receives more spin on the device."""
+        """Note that `more` further receives spin on the device."""
         self.spinning += more
         self._calls.fake_cuda_receives(more)
 
     def forget_kernels(self) -> None:
-        """Kernels that were launched are new again, as in a fresh process."""
+        """Forget launched kernels: each is new again, as in a fresh process."""
         self._calls.fake_cuda_forget_kernels()
 
     def memory(self, index: int) -> int:
@@ -69,7 +69,7 @@ class Device:
 installed: list[Device] = []
 """The device of this process, once it has one."""
 kernels: list[Any] = []
-"""What keeps its kernels that are Python."""
+"""What keeps its Python kernels registered."""
 
 
 def install(library: Path) -> Device:
@@ -90,7 +90,7 @@ def install(library: Path) -> Device:
 
 
 def _index(device: Any = None) -> int:
-    """The number of a device given as torch's functions take it."""
+    """Return the index of a device that is given as torch's functions take it."""
     import torch
 
     if isinstance(device, int):
@@ -100,7 +100,7 @@ def _index(device: Any = None) -> int:
 
 
 def _install_devices(cuda: Any, device: Device) -> None:
-    """Which there are, and which is current."""
+    """Install the functions on devices: their number, their properties, the current one."""
     import torch
 
     def exchange(index: int) -> int:
@@ -134,7 +134,7 @@ def _install_devices(cuda: Any, device: Device) -> None:
 
 
 def _physical(index: int) -> str:
-    """The name by which a device was made visible."""
+    """Return the name by which a device was made visible."""
     import os
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -142,22 +142,23 @@ def _physical(index: int) -> str:
 
 
 def _install_streams(cuda: Any) -> None:
-    """Streams and events are torch's own, whose library asks the device's."""
+    """Install streams and events. They are torch's own; its library calls the device's."""
     import torch
 
     class Stream(torch.Stream):
-        """As ``torch.cuda.Stream`` is made."""
+        """A torch stream with the arguments of ``torch.cuda.Stream``."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
             return super().__new__(cls, torch.device("cuda", _index(device)), priority=priority)
 
     def event(enable_timing: bool = False, blocking: bool = False, **_: Any) -> torch.Event:
-        """As ``torch.cuda.Event`` is made; torch's methods take no class of another's."""
+        """Make an event with the arguments of ``torch.cuda.Event``; torch's methods take only its
+        own class."""
         return torch.Event("cuda", enable_timing=enable_timing, blocking=blocking)
 
     @contextlib.contextmanager
     def stream(to: Any) -> Iterator[None]:
-        """On `to`, and on its device."""
+        """Make `to` and its device current."""
         if to is None:
             yield
             return
@@ -199,7 +200,7 @@ def _install_memory(cuda: Any, device: Device) -> None:
 
 
 def _install_random(cuda: Any, device: Device) -> None:
-    """A generator for each device."""
+    """Install a random generator for each device."""
     import torch
 
     every = tuple(torch.ops.fake_cuda.generator(index) for index in range(device.count()))

@@ -1,7 +1,7 @@
 """Faults that only a GPU would show, seeded one at a time in the package.
 
-Each is a patch of one place, applied on every rank, with a case in which that place matters, and
-what is to be said of it.
+Each fault patches one place on every rank. With it go a case in which that place matters, and what
+the checks should report.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.engine import channels
 from megapipe.layers import offload as activations
 from megapipe.optim import buffers, state_store
-from megapipe.optim import offload as states
 from megapipe.optim import shard as shards
+from megapipe.optim import state_offload as states
 from tests.parity.ranks import Case
 
 Patch = AbstractContextManager[Any]
@@ -36,13 +36,13 @@ STATES = replace(SMALL, offload="host", dtype="bf16", state_dtype="bf16")
 
 @dataclass(frozen=True)
 class Fault:
-    """A patch, the case it does harm in, and a pattern of what is noticed."""
+    """A patch, the case in which it does harm, and a pattern of what is noticed."""
 
     patch: Callable[[], Patch]
     case: Case
     noticed: str
     patience_s: float
-    """How long ranks wait for each other."""
+    """Seconds for which ranks wait for each other."""
 
     @property
     def name(self) -> str:
@@ -65,9 +65,9 @@ def seeded(
 
 
 def never_waits(module: Any, name: str) -> Patch:
-    """A function that begins a collective and gives no wait for it.
+    """Patch a function that starts a collective so that its wait does nothing.
 
-    What it has begun lives on, so that nothing but the missing wait is wrong.
+    The started collective is kept alive, so the missing wait is the only fault.
     """
     start: Callable[..., Any] = getattr(module, name)
     begun: list[Any] = []
@@ -81,7 +81,7 @@ def never_waits(module: Any, name: str) -> Patch:
 
 
 def leaves_out(owner: Any, name: str) -> Patch:
-    """A method that does nothing."""
+    """Patch a method so that it does nothing."""
     return mock.patch.object(owner, name, return_value=None)
 
 
@@ -121,9 +121,9 @@ def keys_of_a_ring_not_waited_for() -> Patch:
 
 @seeded(replace(SMALL, cp=2, context="ulysses"), "reads what NCCL's all_to_all .* has not waited")
 def other_heads_not_waited_for() -> Patch:
-    from megapipe.layers import reshard
+    from megapipe.layers import ulysses_all_to_all
 
-    return never_waits(reshard, "start_all_to_all")
+    return never_waits(ulysses_all_to_all, "start_all_to_all")
 
 
 @seeded(
@@ -138,7 +138,7 @@ def copies_of_experts_not_waited_for() -> Patch:
 
 @seeded(PIPELINE, "reads what NCCL's recv .* has not waited")
 def message_not_waited_for() -> Patch:
-    """The buffer is handed on as soon as the receive is posted; it is waited for in the end."""
+    """Return the buffer as soon as the receive is posted; wait for it only at the end."""
     receive = channels._Incoming.receive
 
     def wrong(self: channels._Incoming) -> Tensor:
@@ -160,7 +160,7 @@ def sent_tensor_written_to() -> Patch:
 
     def wrong(self: channels._Outgoing, message: Any, tensor: Tensor) -> None:
         send(self, message, tensor)
-        self.under_way[-1][1].add_(0)
+        self.in_flight[-1][1].add_(0)
 
     return mock.patch.object(channels._Outgoing, "send", wrong)
 
@@ -254,7 +254,7 @@ def another_collective_on_one_rank() -> Patch:
 
 @contextmanager
 def left_out_within(owner: Any, name: str, within: tuple[Any, str]) -> Iterator[None]:
-    """Leave out what `name` does for as long as the other function runs."""
+    """Leave out what `name` does while the other function runs."""
     place, outer = within
     function = getattr(place, outer)
 
@@ -310,7 +310,7 @@ def windows_freed_while_copies_run() -> Patch:
 
 @seeded(STATES, "some state is nan|the padding is not zero")
 def states_read_before_they_are_back() -> Patch:
-    """By the host, as for a checkpoint."""
+    """Let the host read states before they are back, as for a checkpoint."""
     return leaves_out(state_store.StateStore, "_settle")
 
 

@@ -1,4 +1,4 @@
-"""torch's grouped product on a GPU in plain arithmetic, with the rules that its kernel keeps."""
+"""torch's grouped product on a GPU in plain arithmetic, with the rules of its kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def install() -> Any:
-    """Give the device the kernel; returns what keeps it there."""
+    """Register the kernel for the device; return what keeps it registered."""
     import torch
     from torch import Tensor
 

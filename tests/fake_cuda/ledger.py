@@ -1,7 +1,7 @@
-"""What the ranks of a world have told each other over the stand-in for NCCL, for comparison.
+"""What the ranks of a world have exchanged over the stand-in for NCCL, for comparison.
 
-NCCL matches operations by their order alone. Every rank notes its own; at the end the notes of all
-ranks are laid side by side (:func:`compare`).
+NCCL matches operations by their order alone. Every rank notes its own operations; :func:`compare`
+compares the notes of all ranks at the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Group:
 
     ranks: tuple[int, ...]
     collectives: list[tuple[int, str]] = field(default_factory=list)
-    """The number of each among all collectives of this rank, and what it is."""
+    """Each collective: its number among all collectives of this rank, and a description."""
     sent: dict[int, list[str]] = field(default_factory=dict)
-    """Messages by the other end."""
+    """Messages to each other member."""
     received: dict[int, list[str]] = field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ class Ledger:
     _collectives: int = 0
 
     def open(self, name: str, ranks: Sequence[int]) -> Group:
-        """A new group; one of the same name may have been there before."""
+        """Note a new group; an earlier one may have the same name."""
         again = sum(known.rpartition("#")[0] == name for known in self.groups)
         group = self.groups[f"{name}#{again}"] = Group(tuple(ranks))
         return group
@@ -52,7 +52,7 @@ class Ledger:
 
 
 def compare(ledgers: Sequence[Ledger]) -> list[str]:
-    """What the ranks' notes disagree in; empty where all is well."""
+    """Return the differences between the ranks' notes; empty if there are none."""
     return [*_groups_that_differ(ledgers), *_pairs_that_differ(ledgers)]
 
 
@@ -74,8 +74,8 @@ def _groups_that_differ(ledgers: Sequence[Ledger]) -> Iterator[str]:
 
 
 def _pairs_that_differ(ledgers: Sequence[Ledger]) -> Iterator[str]:
-    """Two ranks use the communicators that both are in, in one order: else each may wait in
-    another's kernel."""
+    """Yield where two ranks use their common communicators in different orders: each may then wait
+    in another one's kernel."""
     for a, b in itertools.combinations(ledgers, 2):
         shared = [name for name in a.groups if name in b.groups]
         ours, theirs = (list(_uses(x, shared)) for x in (a, b))
@@ -84,7 +84,7 @@ def _pairs_that_differ(ledgers: Sequence[Ledger]) -> Iterator[str]:
 
 
 def _uses(ledger: Ledger, names: Sequence[str]) -> Iterator[str]:
-    """Which of these groups each collective of a rank is in, in the order of the collectives."""
+    """Yield, in order, which of these groups each collective of a rank uses."""
     uses = [(number, name) for name in names for number, _ in ledger.groups[name].collectives]
     for _, name in sorted(uses):
         yield f"in group {name} of ranks {ledger.groups[name].ranks}"

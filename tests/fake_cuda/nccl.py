@@ -38,7 +38,7 @@ REDUCTIONS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 class Options:
-    """As torch's, with the fields that are set by callers."""
+    """Stand-in for torch's options, with the fields that callers set."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -49,7 +49,7 @@ class Options:
 
 
 class Communicator:
-    """A gloo group and a stream; making one waits for the others."""
+    """A gloo group and a stream; making one waits for the other members."""
 
     def __init__(
         self, name: str, store: Store, rank: int, size: int, options: Options, device: Device
@@ -64,19 +64,19 @@ class Communicator:
         self.kinds: set[str] = set()
         """Collectives that were made: NCCL makes ready for each kind at the first."""
         self._operations = 0
-        self.stream = torch.cuda.Stream(priority=-1)  # of a pool that nobody else uses here
+        self.stream = torch.cuda.Stream(priority=-1)  # from a pool that nothing else uses
         device.name_stream(self.stream, f"NCCL's stream {name}")
 
     def gather(self, tensor: Tensor) -> tuple[Any, list[Tensor]]:
-        """Begin to collect every member's bytes; the work, and where they will be."""
+        """Start to collect every member's bytes; return the work, and the tensors for the bytes."""
         own = on_host(tensor).clone()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         return self.gloo.allgather([parts], [own]), parts
 
     def agree(self, what: str) -> None:
-        """Raise RuntimeError where another member's next operation is not `what`.
+        """Raise RuntimeError if another member's next operation is not `what`.
 
-        NCCL would hang or mix them up; gloo ends the process where their lengths differ.
+        NCCL would hang or mix them up; gloo ends the process if their lengths differ.
         """
         self._operations += 1
         first = self._store.compare_set(f"operation {self._operations}", "", what).decode()
@@ -88,10 +88,10 @@ class Communicator:
 
 
 def install(device: Device, ledger: Ledger) -> None:
-    """Let torch make process groups of this kind for nccl, which keep `ledger`."""
+    """Let torch make process groups of this kind for nccl; they write to `ledger`."""
 
     class ProcessGroupNCCL(StandIn):
-        """What torch knows by this name."""
+        """The class that torch finds by this name."""
 
         Options = Options
 
@@ -108,10 +108,10 @@ def install(device: Device, ledger: Ledger) -> None:
 
 
 def batch(operations: Sequence[dist.P2POp]) -> list[Pending]:
-    """Messages that are one operation, which all ranks begin at the same place of their programs.
+    """Start messages as one operation, which all ranks start at the same place of their programs.
 
-    So a host may wait for it at any time, as for a collective: its receives count as none that
-    spin until this host goes on.
+    So a host may wait for it at any time, as for a collective: its receives do not count as
+    spinning until this host goes on.
     """
     return [
         op.group.send([op.tensor], op.group_peer, of_batch=True)
@@ -122,7 +122,7 @@ def batch(operations: Sequence[dist.P2POp]) -> list[Pending]:
 
 
 class StandIn(dist.ProcessGroup):
-    """A process group on the device; the methods are those that torch's functions call."""
+    """A process group on the device, with the methods that torch's functions call."""
 
     _device_types = (torch.device("cuda"),)
 
@@ -251,7 +251,7 @@ class StandIn(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, opts: Any = None) -> Any:
-        """An all-reduce that the host waits for."""
+        """Run an all-reduce, and let the host wait for it."""
         self.allreduce([torch.zeros(1, device="cuda")], SimpleNamespace(asyncOp=False))
         torch.cuda.synchronize()
 
@@ -327,10 +327,10 @@ class StandIn(dist.ProcessGroup):
         alike: bool = True,
         more: str = "",
     ) -> Pending | None:
-        """Run a collective; `begin` gives a function that waits for the bytes of the outputs.
+        """Run a collective; `begin` returns a function that waits for the bytes of the outputs.
 
-        `changed` are the parts of the outputs that are written, by default all; `alike`: inputs
-        are equally long on all members.
+        `changed`: the parts of the outputs that are written, by default all. `alike`: inputs are
+        equally long on all members.
         """
         self._checked([*ins, *outs])
         kind = _kind(ins[0]) if alike else str(ins[0].dtype)
@@ -361,7 +361,7 @@ class StandIn(dist.ProcessGroup):
     def _run(
         self, line: Communicator, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> torch.Event:
-        """A kernel on the communicator's stream; the event that it is over."""
+        """Launch a kernel on the communicator's stream; return the event of its end."""
         line.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(line.stream):
             torch.ops.fake_cuda.use(list(reads), list(writes), f"NCCL's {name}")
@@ -369,7 +369,7 @@ class StandIn(dist.ProcessGroup):
         return event
 
     def _line(self, *pair: int) -> Communicator:
-        """The communicator of all members, or of a pair of them."""
+        """Return the communicator of all members, or of a pair of them."""
         key = tuple(sorted(pair))
         if key not in self._communicators:
             store = PrefixStore(f"communicator {key}", self._store)
@@ -383,14 +383,14 @@ class StandIn(dist.ProcessGroup):
         return self._communicators[key]
 
     def _way(self, peer: int, of_batch: bool) -> tuple[Communicator, int]:
-        """The communicator of a message, and the peer's rank there: batches have that of all
-        members, other messages one of the two."""
+        """Return the communicator of a message, and the peer's rank in it. Batches use the
+        communicator of all members, other messages that of the two."""
         if of_batch:
             return self._line(), peer
         return self._line(self._me, peer), int(peer > self._me)
 
     def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Raises ValueError where NCCL would, or would do something else."""
+        """Return the tensors. Raises ValueError if NCCL would, or would do something else."""
         for tensor in tensors:
             if not tensor.is_cuda:
                 raise ValueError(f"NCCL takes tensors of a GPU, not of {tensor.device}")

@@ -1,8 +1,8 @@
-"""torch's flash attention of variable lengths on a GPU in plain arithmetic, with its rules.
+"""torch's flash attention for variable lengths on a GPU in plain arithmetic, with its rules.
 
-These are those of ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's sources. No host reads where
-sequences end, and what the kernels leave as it was in memory is NaN: rows of no sequence, or beyond
-the longest that the caller has told of.
+The rules are those of ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's sources. The host does
+not read where sequences end. Memory that the kernels do not write is NaN: rows of no sequence, or
+beyond the longest length that the caller gave.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 def install_packed(library: Any) -> None:
-    """Give the device the kernels."""
+    """Register the kernels for the device."""
     import torch
     from torch import Tensor
 
     class Places(NamedTuple):
-        """Of rows [n]: which sequence each is of, its place there, and how long that is."""
+        """For rows [n]: each row's sequence, its position in it, and the sequence's length."""
 
         sequence: Tensor
         place: Tensor
@@ -52,7 +52,7 @@ def install_packed(library: Any) -> None:
         assert dropout == 0.0
 
     def seen(of_q: Places, of_k: Places, causal: bool) -> Tensor:
-        """[rows, keys]: the last query of a sequence sees its last key."""
+        """Return the mask [rows, keys]; the last query of a sequence sees its last key."""
         same = of_q.sequence[:, None] == of_k.sequence
         if causal:
             more = same.sum(1) - of_q.length  # keys than queries
@@ -60,14 +60,14 @@ def install_packed(library: Any) -> None:
         return same & of_k.known & of_q.known[:, None]
 
     def scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-        """[groups, n, rows, keys] in fp32."""
+        """Return scores [groups, n, rows, keys] in fp32."""
         wide = q.float().transpose(0, 1).unflatten(0, (k.shape[1], -1))
         x = wide @ k.float().transpose(0, 1).unsqueeze(1).mT
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         return (x * factor).masked_fill(~mask, float("-inf"))
 
     def narrow(x: Tensor, like: Tensor, known: Tensor) -> Tensor:
-        """[heads, n, d] in the memory and the type of `like`, [n, heads, d]."""
+        """Return [heads, n, d] in the memory layout and type of `like`, [n, heads, d]."""
         rows = x.transpose(0, 1).masked_fill(~known[:, None, None], torch.nan)
         return torch.empty_like(like).copy_(rows)
 

@@ -1,4 +1,4 @@
-"""Installs the device where it is imported before torch, as by a forkserver."""
+"""Installs the device if it is imported before torch, as in a forkserver."""
 
 from __future__ import annotations
 

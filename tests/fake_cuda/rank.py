@@ -19,7 +19,7 @@ from tests.fake_cuda.world import Report
 
 
 class DeviceWorld(World):
-    """A rank's view of its world, in which groups are nccl's and each rank has its own device."""
+    """A rank's view of its world; groups use nccl, and each rank has its own device."""
 
     backend = "nccl"
 
@@ -30,7 +30,7 @@ class DeviceWorld(World):
 
 
 def run(world: World, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Report]:
-    """What the function returns on this rank, and what its device has noted."""
+    """Run a function on this rank; return its result, and what the rank's device has noted."""
     set_environment(os.environ, sends_messages=True, deterministic=False)
     torch.cuda.set_device(world.rank)
     ledger = Ledger(world.rank)

@@ -1,8 +1,8 @@
-"""Runs tests that need a CUDA device on the one made here: what pytest does, with its arguments.
+"""Runs tests that need a CUDA device on the simulated one: as pytest does, with its arguments.
 
     FAKE_CUDA_LIBRARY=... python -m tests.fake_cuda.suite -m gpu tests/gpu/test_cuda.py
 
-A test fails where its device has noted a fault, and so do ranks of the worlds that it runs.
+A test fails if its device has noted a fault; so do ranks of the worlds that it runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _judge() -> None:
 
 
 def checked(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns on a rank, whose device has noted nothing."""
+    """Run a function on a rank, and fail if the rank's device has noted a fault."""
     result = function(*args)
     _judge()
     return result

@@ -1,4 +1,4 @@
-"""The library of the device is compiled once; where it cannot be, a line says so."""
+"""The library of the device is compiled once; an error line says if it cannot be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_it_is_built_once() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of another library, in an environment of its own."""
+    """Return the source file of another library, in an environment of its own."""
     folder = tmp_path / "library"
     folder.mkdir()
     monkeypatch.setattr(build, "SOURCE", folder)
@@ -28,7 +28,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_another_source_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler it cannot be had."""
+    """Without a compiler it is not available."""
     source.write_text("// nothing")
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with pytest.raises(build.NoCompiler, match="no C"):

@@ -8,7 +8,7 @@ from megapipe import TrainStep
 from megapipe.plan.communicators import communicators
 from tests.fake_cuda.world import faults_of, observe
 from tests.parity.cases import Case, Rows, configure
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 LOOP = {"schedule": "interleaved_1f1b", "chunks": 2, "m": 4}
 CASES = [
@@ -31,7 +31,7 @@ CASES = [
 
 
 def train(world: Any, case: Case) -> int:
-    """A step; the index on the pipeline axis."""
+    """Make a step; return the index on the pipeline axis."""
     config, layout = configure(case)
     mesh = world.mesh(case.grid)
     step = TrainStep(config, layout, mesh)

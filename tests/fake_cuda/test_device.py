@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fake_cuda.world import faults_of, observe, run_world
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 
 def devices_seen(world: Any, visible: str | None) -> tuple[int, int, str]:
@@ -36,7 +36,7 @@ def test_processes_tell_devices_apart(
 
 
 def small_model(device: str) -> list[Tensor]:
-    """Loss and gradients of a model with the operations of a transformer."""
+    """Return loss and gradients of a model with the operations of a transformer."""
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (24, 8, 16)]
     weight, out, table = (x.to(device).requires_grad_() for x in weights)
@@ -64,7 +64,7 @@ def test_a_model_computes_what_it_computes_on_the_host() -> None:
 
 
 def mixed(world: Any) -> list[str]:
-    """What is refused, as on a GPU."""
+    """Collect the errors of operations that a GPU refuses too."""
     here, there = (torch.ones(3, device=f"cuda:{i}") for i in range(2))
     host = torch.ones(3)
     texts = []
@@ -91,7 +91,8 @@ def test_devices_are_not_mixed() -> None:
 
 
 def memory(world: Any) -> None:
-    """Of the device: counted, NaN at first and at last, moved by storages that are resized."""
+    """Check the device's memory: it is counted, starts and ends as NaN, and moves if a storage is
+    resized."""
     before = torch.cuda.memory_allocated()
     x = torch.empty(1000, device="cuda")
     assert x.isnan().all()
@@ -118,7 +119,7 @@ def test_memory_of_the_device() -> None:
 
 
 def draws(world: Any) -> None:
-    """The device's random numbers are its own."""
+    """Check that the device's random numbers do not depend on the host's."""
     torch.cuda.manual_seed(3)
     state, host = torch.cuda.get_rng_state(), torch.get_rng_state()
     first = [F.dropout(torch.ones(100, device="cuda")), torch.rand(5, device="cuda")]
@@ -137,7 +138,7 @@ def test_random_numbers_of_the_device() -> None:
 
 
 def waits(world: Any) -> None:
-    """All but the last lines make the host wait."""
+    """Make the host wait; only the last lines do not."""
     x = torch.ones(4, device="cuda")
     x.sum().item()
     x.cpu()
@@ -173,7 +174,7 @@ def test_waits_of_the_host_are_counted() -> None:
 
 
 def wider_products(world: Any) -> None:
-    """GEMMs of narrow factors whose result is not rounded to their type."""
+    """Check products of narrow factors whose result is not rounded to their type."""
     left, right = (torch.randn(6, n, device="cuda").bfloat16() for n in (3, 4))
     exact = left.double().t() @ right.double()
     found = torch.mm(left.t(), right, out_dtype=torch.float32)

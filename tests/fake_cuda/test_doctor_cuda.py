@@ -1,4 +1,4 @@
-"""The doctor runs through on a device; what it measures there means nothing."""
+"""The doctor runs to its end on a device; its measurements mean nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.fake_cuda.world import run_world
 
 
 def doctors(world: Any) -> tuple[int, str]:
-    from megapipe.launch import doctor, spin
+    from megapipe.launch import cuda_spin_probe, doctor
 
-    spin.SECONDS, spin.SIZE = 0.01, 64
+    cuda_spin_probe.SECONDS, cuda_spin_probe.SIZE = 0.01, 64
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = doctor.main(["--spin"])

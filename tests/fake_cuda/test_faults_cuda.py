@@ -1,4 +1,4 @@
-"""The checks on the device have teeth: each fault seeded in the package is noticed."""
+"""The checks on the device find every fault that is seeded in the package."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from megapipe.testing import WorldError
 from tests.fake_cuda.faults import FAULTS, Fault
 from tests.fake_cuda.world import faults_of, observe, run_world
-from tests.parity.marks import in_parts, one_of
 from tests.parity.ranks import Case, run_case
+from tests.parity.tiers import in_parts, one_of
 
 
 def run_with(world: Any, number: int) -> str:
-    """The case with the fault; what went wrong outright, and whether values are NaN."""
+    """Run the case with the fault; return its traceback, or whether values are NaN."""
     fault = FAULTS[number]
     with fault.patch():
         try:

@@ -1,5 +1,5 @@
-"""The host waits for its GPU once in a step, where it reads the totals, and never in a program,
-also where the time is taken that the GPU computes; but for layers with experts that count rows."""
+"""The host waits for its GPU once per step, to read the totals, and never within a program, also
+while GPU time is measured. Only MoE layers that count rows wait within a program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from megapipe import TrainStep
 from megapipe.engine.executor import Executor
-from megapipe.train.own_times import ComputeTimes
+from megapipe.train.compute_times import ComputeTimes
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import END, Case, Rows, configure
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 PIPELINE = Case(pp=2, m=4, schedule="zb_h1", masked=0.3)
 CASES = [
@@ -51,7 +51,7 @@ CASES = [
 
 
 class Waits:
-    """Counts waits of the host, apart for those in programs."""
+    """Counts the waits of the host; those within programs are counted apart."""
 
     def __init__(self) -> None:
         self.inside: Counter[str] = Counter()
@@ -61,7 +61,7 @@ class Waits:
         """The rank's own time in the steps."""
 
     def note(self, counter: Counter[str]) -> None:
-        """Add those since the last note."""
+        """Add the waits since the last note."""
         from tests.fake_cuda.preload import own
 
         noted = own.report()
@@ -80,7 +80,7 @@ class Waits:
 
 
 def waits_in_steps(world: Any, cases: list[Case]) -> list[Waits]:
-    """Waits of the last of three steps of each case."""
+    """Return the waits of the last of three steps of each case."""
     found = []
     for case in cases:
         config, layout = configure(replace(case, steps=4))
@@ -120,7 +120,7 @@ def test_one_wait_in_a_step(world: int, every: int) -> None:
 
 @pytest.mark.full
 def test_states_on_a_disk_have_the_host_wait_between_programs_alone() -> None:
-    """It reads and writes them; see docs/decisions/distributed.md."""
+    """It reads and writes the states; see docs/decisions/distributed.md."""
     ((found,),) = run_world(1, waits_in_steps, [Case(offload="disk")])
     assert not found.faults
     assert not found.inside
@@ -153,7 +153,7 @@ EXPERTS = [
 
 @in_parts("world", [1, 2, 4], full=[4])
 def test_layers_with_experts_tell_the_host_their_rows_once(world: int) -> None:
-    """For each micro-batch, also where a layer is run again: sizes of tensors follow from that."""
+    """Once per micro-batch, also for recomputed layers: tensor sizes depend on the row counts."""
     cases = [case for case in EXPERTS if case.world == world]
     for rank, of_rank in enumerate(run_world(world, waits_in_steps, cases)):
         for case, found in zip(cases, of_rank, strict=True):

@@ -12,7 +12,7 @@ import pytest
 from tests.fake_cuda import build
 from tests.fake_cuda.world import DEVICES, Report, faults_of
 from tests.parity.jobs import Job, arguments, tiny
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 SMALL = {
     "model.hidden": "16",
@@ -29,7 +29,7 @@ SMALL = {
 
 
 def run(folder: Path, world: int, *args: str, visible: str = "") -> list[Report]:
-    """Launch a job, which ends well and has no faults; the reports of its ranks."""
+    """Launch a job, check that it ends well without faults, and return its ranks' reports."""
     reports = folder / "reports"
     reports.mkdir(exist_ok=True)
     environ = {
@@ -56,7 +56,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_run(folder: Path, steps: int) -> None:
-    """It has trained, validated and drawn a timeline."""
+    """Check that the run has trained, validated and drawn a timeline."""
     log = log_of(folder)
     losses = {x["step"]: x["loss"] for x in log if x["kind"] == "step"}
     assert sorted(losses) == list(range(1, steps + 1))
@@ -71,7 +71,7 @@ EIGHT = {**SMALL, "train.global_batch": "8", "model.layers": "4"}
 
 @in_parts("visible", ["3 5", "0,1 0,1", ""], full=["0,1 0,1"])
 def test_two_devices(visible: str, tmp_path: Path) -> None:
-    """One that each process sees, two that both see, two of eight that both see; and resuming."""
+    """Each process sees one device, or both see two, of two or of eight; every job also resumes."""
     settings = {**tiny(tmp_path), **SMALL, "parallel.pp": "2"}
     reports = run(tmp_path, 2, *arguments(settings), visible=visible)
     assert all(report.ledger.communicators > 0 for report in reports), "it ran on gloo"

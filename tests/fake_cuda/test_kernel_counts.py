@@ -1,7 +1,7 @@
-"""How many kernels a micro-batch launches, as docs/benchmarks.md says.
+"""Number of kernels that a micro-batch launches, as docs/benchmarks.md says.
 
-What inductor compiles is taken for one kernel, the rotation for two: there is nothing that it could
-compile for. Attention and norms, for which a GPU has kernels that the CPU lacks, are left out.
+A function compiled by inductor counts as one kernel, the rotation as two: inductor has no GPU to
+compile for. Attention and norms are left out: a GPU has kernels for them that the CPU lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapipe.distributed.mesh import Grid, ParallelMesh
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.ops import loss, rotary, swiglu
-from megapipe.train.kernels import agreed_kernels
+from megapipe.train.kernel_selection import agreed_kernels
 from tests.fake_cuda.world import run_world
 from tests.parity.cases import Case, configure
 from tests.parity.collective_recorder import recording
@@ -42,19 +42,19 @@ STAGE: dict[str, Any] = {
     "m": 4,
 }
 MADE = {"_rotate": 2}
-"""It reads what it writes at other places, so it needs a copy."""
+"""Kernels of a compiled function, if not one: the rotation copies what it overwrites."""
 Counts = dict[str, float]
 
 
 class Kernels:
-    """Counts kernels; of compiled functions one each, but what :data:`MADE` says."""
+    """Counts kernels. A compiled function counts as one unless :data:`MADE` has it."""
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
         self.faults: list[str] = []
 
     def collect(self, *, counted: bool = True) -> None:
-        """Add those since the last call, or leave them out."""
+        """Add the kernels since the last call, or leave them out."""
         from tests.fake_cuda.preload import own
 
         noted = own.report()
@@ -81,7 +81,7 @@ class Kernels:
 
 
 class _Nothing(Function):
-    """Its first argument, and that one's gradient for all arguments of its shape."""
+    """Returns its first argument, and passes its gradient to all arguments of its shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def counting(*, inductor: bool) -> Iterator[Kernels]:
 
 
 def stage_of(case: Case, step: TrainStep, number: int) -> tuple[Any, Tensor, MicroBatch]:
-    """Stage `number`, an input of it, and a micro-batch."""
+    """Return stage `number`, an input of it, and a micro-batch."""
     local = case.sequence // (case.tp if case.sequence_parallel else 1)
     shape = (case.batch, case.sequence)
     hidden = step.config.model.hidden
@@ -129,7 +129,7 @@ def stage_of(case: Case, step: TrainStep, number: int) -> tuple[Any, Tensor, Mic
 
 
 def of_block(world: Any, case: Case, inductor: bool) -> Counts:
-    """Kernels and collectives of one block."""
+    """Count the kernels and collectives of one block."""
     with counting(inductor=inductor) as kernels:
         config, layout = configure(case)
         mesh = world.mesh(Grid(tp=case.tp), "cuda")
@@ -146,7 +146,7 @@ def of_block(world: Any, case: Case, inductor: bool) -> Counts:
 
 
 def of_chunk(world: Any, case: Case, inductor: bool) -> int:
-    """Kernels and collectives of one more chunk of the loss."""
+    """Count the kernels and collectives of one more loss chunk."""
     counts = []
     with counting(inductor=inductor) as kernels:
         for chunks in (2, 3):
@@ -162,7 +162,7 @@ def of_chunk(world: Any, case: Case, inductor: bool) -> int:
 
 
 def rows(world: Any) -> list[list[str]]:
-    """The table of docs/benchmarks.md, as far as this world counts it."""
+    """Return the rows of the table in docs/benchmarks.md that this world can count."""
     found = []
     for name, given in MODELS.items():
         for inductor in (False, True):

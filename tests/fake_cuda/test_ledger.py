@@ -1,4 +1,4 @@
-"""The notes of ranks are compared: what differs is said, and nothing else."""
+"""The notes of ranks are compared: every difference is reported, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stand-in for NCCL: what it computes, and that each of its rules is kept or noticed."""
+"""The stand-in for NCCL: what it computes, and that violations of its rules are noticed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ N = 6
 
 
 def own(world: Any, n: int = N, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Other numbers on each rank."""
+    """Return values that differ between ranks."""
     return torch.arange(n, device="cuda", dtype=dtype) + 10 * world.rank
 
 
 def collectives(world: Any, dtype: torch.dtype, later: bool) -> dict[str, list[float]]:
-    """Each kind, waited for at once or later."""
+    """Run every kind of collective, and wait for it at once or later."""
     world.restart()
     x, size = own(world, dtype=dtype), world.size
     outs = {name: x.clone() for name in ("sum", "max", "broadcast")}
@@ -52,7 +52,7 @@ def collectives(world: Any, dtype: torch.dtype, later: bool) -> dict[str, list[f
 
 
 def thread_blocks(world: Any) -> list[int | None]:
-    """Those of the groups that a mesh makes, with so many and without a word."""
+    """Return the thread-block limit of groups of a mesh: with a limit of 3, and with none."""
     mesh = world.mesh(Grid(pp=2))
     axes = [mesh.group_of([0, 1], ctas=ctas) for ctas in (3, None)]
     return [getattr(axis.group.options.config, "max_ctas", None) for axis in axes]
@@ -82,7 +82,7 @@ def test_collectives(dtype: torch.dtype, later: bool) -> None:
 
 
 def messages(world: Any) -> list[Any]:
-    """Sent long before they are received, and received in order."""
+    """Send messages long before they are received; receive them in order."""
     world.restart()
     group = dist.group.WORLD
     if world.rank == 0:
@@ -101,7 +101,7 @@ def test_messages() -> None:
 
 
 def refused(world: Any) -> None:
-    """What NCCL cannot take."""
+    """Check the errors for what NCCL cannot take."""
     world.restart()
     here, there = (torch.ones(4, 4, device=f"cuda:{i}") for i in range(2))
     for tensor, text in (
@@ -128,7 +128,7 @@ def read_early(world: Any) -> None:
 
 
 def count_read_early(world: Any) -> None:
-    """No value of an integer can be mistaken for one."""
+    """Check that an integer result is large and negative before the wait: integers have no NaN."""
     x = own(world, dtype=torch.int64)
     work = dist.all_reduce(x, async_op=True)
     assert (x < -(2**32)).all()
@@ -154,7 +154,7 @@ def input_changed(world: Any) -> None:
 
 
 def own_part_changed(world: Any) -> None:
-    """In place, the own part of the output is the input."""
+    """Change this rank's part of an in-place output before the wait: it is the input."""
     out = torch.zeros(2 * N, device="cuda")
     part = out[world.rank * N : (world.rank + 1) * N]
     work = dist.all_gather_into_tensor(out, part, async_op=True)
@@ -177,7 +177,7 @@ def never_waited_for(world: Any) -> None:
 
 
 def waited_for_on_another_stream(world: Any) -> None:
-    """The wait of one stream is no other's."""
+    """Wait on one stream, and use the result on another."""
     x = own(world)
     work = dist.all_reduce(x, async_op=True)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -277,7 +277,7 @@ def test_groups_that_are_first_used_in_another_order_hang() -> None:
 
 
 def used_in_another_order(world: Any) -> None:
-    """Connected in one order; what runs then on the one device may wait for the other for ever."""
+    """Connect in one order and use in different ones: ranks with one device may deadlock."""
     groups = two_groups(world)
     for group in groups:
         dist.all_reduce(own(world), group=group)
@@ -296,7 +296,7 @@ def test_groups_that_are_used_in_another_order_are_noticed() -> None:
 
 
 def polled(world: Any) -> list[bool]:
-    """A message can be asked whether it is out; that is known the second time."""
+    """Ask whether messages are complete; a sent one is at the second time."""
     world.restart()
     group, peer = dist.group.WORLD, 1 - world.rank
     sent = group.send([own(world)], peer, 0)
@@ -314,7 +314,7 @@ def test_messages_can_be_asked() -> None:
 
 @pytest.mark.full
 def test_communicators_are_counted() -> None:
-    """One of the world; messages of two ranks have another."""
+    """The world has one; messages of two ranks have another."""
     _, reports = observe(2, polled)
     assert [report.ledger.communicators for report in reports] == [1, 1]
     _, reports = observe(2, used_in_another_order)

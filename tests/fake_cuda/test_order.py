@@ -1,4 +1,4 @@
-"""Streams are checked: uses of memory that nothing orders, memory given back too early."""
+"""Stream order is checked: unordered uses of memory, and memory that is freed too early."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def result_of_another_stream(other: Any, x: Any) -> None:
 
 
 def backward_on_another_stream(other: Any, x: Any) -> None:
-    """Autograd runs a backward on its forward's stream, and the gradient is not waited for."""
+    """Run a backward on its forward's stream, as autograd does, and do not wait for the
+    gradient."""
     leaf = x.requires_grad_()
     other.wait_stream(computing())
     with torch.cuda.stream(other):
@@ -128,7 +129,7 @@ def test_a_race_is_noticed(which: Callable[[Any, Any], None]) -> None:
 
 
 def in_order(world: Any) -> None:
-    """The same with what they lack: nothing is noted."""
+    """Do what the faulty functions do, with the waits that they lack: nothing is noted."""
     other = torch.cuda.Stream()
     x = torch.ones(N, device="cuda")
     other.wait_stream(computing())
@@ -138,7 +139,7 @@ def in_order(world: Any) -> None:
     computing().wait_event(done)
     x.zero_()
     y.add_(1)
-    y.record_stream(computing())  # y is at home on the other stream
+    y.record_stream(computing())  # y was allocated on the other stream
     del y
     third = torch.cuda.Stream()
     third.wait_stream(computing())  # and so for the other one

@@ -1,4 +1,5 @@
-"""Layouts and switches on devices of their own compute what the reference computes, in order."""
+"""Layouts and switches with a device per rank: the reference's results, with correct stream
+order."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ import pytest
 from tests.fake_cuda.world import run_world
 from tests.parity import draw
 from tests.parity.case_file import read
-from tests.parity.marks import in_parts
 from tests.parity.moved_experts import run_moving
 from tests.parity.pair_runs import case_of
 from tests.parity.ranks import Case, check_case, run_cases
+from tests.parity.tiers import in_parts
 
 SHARDED = Case(
     dp=2, pp=2, chunks=2, m=4, schedule="interleaved_1f1b", tied=False, masked=0.3, layers=4
 )
 PACKED = Case(cp=2, model="qwen", kv_heads=2, documents=True, dtype="bf16", sequence=24)
-"""Short documents of a block go to one kernel at once."""
+"""A case whose short documents in a tile go to one kernel call."""
 CASES = [
     Case(model="llama", tied=False, kv_heads=2, activations="of each some"),
     Case(dtype="bf16", offload="host", state_dtype="bf16", loss_chunk=5),
@@ -116,8 +117,8 @@ def test_parity_of_eight() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_pairs(world: int) -> None:
-    """A third of the cases that hold every pair of values, all of which take hours here; none whose
-    blocks are compiled."""
+    """A third of the cases that hold every pair of values: all of them take hours on this device.
+    Cases with compiled blocks are left out."""
     cases = [case_of("parity", case) for case in read("parity")[0]]
     here = [case for case in cases if case.world == world and not case.compile]
     here = [case for case in here if case.tp < 4 or case.dtype != "bf16"]

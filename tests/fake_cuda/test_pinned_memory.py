@@ -1,4 +1,5 @@
-"""Pinned memory is found before the first step: to find more may wait for a receive that spins."""
+"""Pinned memory is allocated before the first step: allocating more may wait for a spinning
+receive."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megapipe.layers import offload
 from megapipe.ops.documents import Documents
 from tests.fake_cuda.world import observe, run_world
 from tests.parity.cases import END, Case, Rows, configure
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 OFFLOAD = Case(pp=2, m=4, layers=4, activations="offload", dtype="fp32", steps=4)
 CASES = [
@@ -31,7 +32,7 @@ CASES = [
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """Bytes of what is pinned."""
+    """Collect the bytes of each pinned allocation."""
     found: list[int] = []
     with ExitStack() as patches:
         for owner, name in ((torch, "empty"), (torch, "zeros"), (Tensor, "pin_memory")):
@@ -48,7 +49,8 @@ def counting() -> Iterator[list[int]]:
 
 
 def pinned(world: Any, cases: list[Case]) -> list[tuple[int, list[int]]]:
-    """Of each case how often memory was pinned before the first program, and what was later."""
+    """Return, for each case, the number of pinned allocations before the first program, and the
+    later ones."""
     results = []
     for case in cases:
         config, layout = configure(case)
@@ -102,9 +104,9 @@ def test_where_documents_end_is_found_on_the_device() -> None:
 
 def never_used_again(world: Any, case: Case) -> list[tuple[int, list[int]]]:
     def frees(self: Any, host: Tensor) -> None:
-        """Nobody keeps it."""
+        """Keep no reference to the tensor."""
 
-    with mock.patch.object(offload._Side, "give_back", frees):
+    with mock.patch.object(offload._Side, "release", frees):
         return pinned(world, [case])
 
 

@@ -1,4 +1,5 @@
-"""The data of the next step are read once, while a GPU computes; errors come in their own step."""
+"""The data of the next step are read once, while a GPU computes. Errors are raised in their own
+step."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CASES = [CASE, replace(CASE, schedule="zb_h1", post_validation=True)]
 
 
 class Source:
-    """Rows of a case, which notes for whom it reads, and fails once for the sample `broken`."""
+    """Rows of a case. Notes the samples that are read, and fails once for the sample `broken`."""
 
     def __init__(self, case: Case, broken: int | None = None) -> None:
         self.rows = Rows(case)
@@ -35,7 +36,7 @@ class Source:
 
 
 def read(world: Any, case: Case) -> list[list[int]]:
-    """The samples that were read in each step, with validation in between."""
+    """Return the samples that were read in each step, with a validation in between."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=2)))
     source, found = Source(case), []
@@ -59,7 +60,7 @@ def test_a_step_reads_what_the_next_one_takes(case: Case) -> None:
 
 
 def fail(world: Any, case: Case) -> tuple[int, str]:
-    """The step that failed, and how."""
+    """Return the step that failed, and its error."""
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=2)))
     source = Source(case, broken=2 * case.m * case.batch + 1)  # of the third step

@@ -1,4 +1,4 @@
-"""Copies for saves in the background: into pinned memory, taken once, and waited for."""
+"""Snapshots for asynchronous saves: into pinned memory, copied once, and waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megapipe.checkpoint.background import Snapshot
+from megapipe.checkpoint.async_save import Snapshot
 from megapipe.checkpoint.regions import Region
 from megapipe.checkpoint.writer import Piece
 from megapipe.testing import WorldError
@@ -18,7 +18,7 @@ SIZES = (3, 1000, 0, 17)
 
 
 def saves(world: Any) -> None:
-    """Three saves, after each of which training changes what was copied."""
+    """Save three times; after each save training changes the copied tensors."""
     snapshot, addresses = Snapshot(pinned=True), set()
     held = [torch.arange(n, dtype=torch.float32, device="cuda") for n in SIZES]
     for save in range(3):

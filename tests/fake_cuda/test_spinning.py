@@ -1,6 +1,6 @@
-"""A posted receive is a kernel that spins: nothing that waits for all kernels may come meanwhile.
+"""A posted receive is a spinning kernel: nothing may wait for all kernels meanwhile.
 
-Every world of these tests checks it; here are the first steps, in every kind of channel.
+Every world of these tests checks that; this file tests the first steps, with every kind of channel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.schedule.load import load
 from megapipe.train.step.warm_up import WarmUp
 from tests.fake_cuda.world import faults_of, observe, run_world
 from tests.parity.cases import END, Case, Rows, configure, validation_rows, validation_samples
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 GIVEN = [
     Case(pp=pp, m=4, layers=8, **more)
@@ -66,8 +66,8 @@ def test_the_first_steps_wait_for_nothing_that_spins(world: int) -> None:
 
 
 def another_schedule(world: Any) -> list[bool]:
-    """Two steps, and two of another schedule; before and after its first step: whether it is warm,
-    and whether it posts receives ahead."""
+    """Take two steps, then two of another schedule. Return, before and after its first step,
+    whether it is warm and whether it posts receives ahead."""
     case = Case(pp=2, m=4, layers=8, schedule="1f1b", steps=5)
     config, layout = configure(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=2)), document_end=END)
@@ -92,7 +92,7 @@ def test_another_schedule_in_the_middle_of_a_run_begins_as_the_first_one() -> No
 
 
 def posted_from_the_start(world: Any, cases: list[Case], warm: bool) -> None:
-    """As if every executor had run a step before."""
+    """Run cases as if every executor had run a step before."""
     begin = Executor.__init__
 
     def wrong(self: Executor, *args: Any, **options: Any) -> None:
@@ -120,7 +120,7 @@ def test_what_is_new_while_a_receive_spins_is_noticed() -> None:
 
 
 def waits(world: Any) -> None:
-    """What may not be done while a receive is posted, and what may."""
+    """Check what may be done while a receive is posted, and what may not."""
     group: Any = world.mesh(Grid(pp=2)).group_of([0, 1]).group
     x = torch.ones(3, device="cuda")
     y = x + x

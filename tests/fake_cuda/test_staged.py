@@ -1,4 +1,4 @@
-"""Where a group is gloo's, tensors of a device go through the host's memory."""
+"""On gloo groups, tensors of a device go through host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fake_cuda.world import run_world
 
 
 def exchange(world: Any) -> dict[str, tuple[str, list[float]]]:
-    """By collective, the device of what came out, and its values."""
+    """Run each collective; return, by its name, the device of the result and its values."""
     world.mesh(Grid(dp=2))
     group = dist.new_group([0, 1], backend="gloo")
     assert isinstance(group, dist.ProcessGroup)

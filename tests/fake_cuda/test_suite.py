@@ -1,7 +1,7 @@
-"""The tests that need a CUDA device, on this one: those whose kernels the host has too.
+"""The tests that need a CUDA device, on the simulated one, if the CPU has their kernels too.
 
-Left out are real kernels (``test_ops.py``, but for blocks of attention and sums of experts'
-gradients) and the benchmarks.
+Real kernels (``test_ops.py``, except attention tiles and sums of experts' gradients) and the
+benchmarks are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = {
     "test_cuda": "not bf16 and not deterministic and not compiled",
     "test_ops": "blocks or experts_keep",
 }
-"""Files of tests/gpu, and what of each is run: large sizes take too long on the host."""
+"""Files of tests/gpu, and which of their tests run: large sizes take too long on the host."""
 
 
 @pytest.mark.slow

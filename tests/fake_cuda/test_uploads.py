@@ -1,4 +1,4 @@
-"""Copies ahead of their use: two pinned buffers in turn, and both ends wait for the copy."""
+"""Copies ahead of their use: two pinned buffers in turn, and waits at both ends of the copy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.fake_cuda.world import faults_of, observe, run_world
 
 
 def batches() -> list[list[Tensor]]:
-    """Of growing sizes, odd ones among them."""
+    """Return batches of growing sizes, some of them odd."""
     return [[torch.arange(n) + n, torch.ones(n, 3) * n, torch.arange(n) > 2] for n in range(1, 9)]
 
 
 def ahead(world: Any) -> None:
-    """Each batch is used after the next one's copy has begun."""
+    """Use each batch after the next one's copy has started."""
     uploads = Uploads(torch.device("cuda", 0))
     taken, earlier = [], None
     for batch in batches():
@@ -45,7 +45,7 @@ def with_one_buffer(world: Any) -> None:
 
 def without_waiting(world: Any) -> None:
     def wrong(self: Any) -> Any:
-        """An end of what the stream that computes does, which no copy is part of."""
+        """Record an event on the stream that computes, which orders no copy."""
         return torch.cuda.current_stream().record_event()
 
     with mock.patch.object(torch.cuda.Stream, "record_event", wrong):

@@ -1,10 +1,10 @@
-"""What ``train.py`` does, on the device of type cuda: what a launcher is given in its place.
+"""Runs ``train.py`` on the device of type cuda; a launcher gets this file instead.
 
     python -m megapipe.launch --nproc 8 tests/fake_cuda/train.py configs/quickstart.yaml ...
 
-Variables: FAKE_CUDA_LIBRARY is the library; into the folder FAKE_CUDA_REPORTS each process writes
-what its device has noted (:class:`tests.fake_cuda.world.Report`), in a file of its rank, also when
-it fails; FAKE_CUDA_VISIBLE has a word for each process, to be its CUDA_VISIBLE_DEVICES.
+Variables: FAKE_CUDA_LIBRARY is the library. Into the folder FAKE_CUDA_REPORTS each process writes
+what its device has noted (:class:`tests.fake_cuda.world.Report`), in a file of its rank, even if it
+fails. FAKE_CUDA_VISIBLE has a word for each process, which becomes its CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What an operation of the stand-in for NCCL owes: its results, and that it may still read.
+"""An operation of the stand-in for NCCL: its results, and the inputs that it may still read.
 
-Until somebody waits its outputs are spoilt, and what it was given must not change.
+Until somebody waits for it, its outputs hold garbage and its inputs must not change.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tests.fake_cuda.ledger import Ledger
 NAN = 0xFF
 """Bytes of ones are NaN in every floating-point type."""
 POISON = 0x81
-"""Makes an integer large and negative, so that it is no index and no count."""
+"""Byte that makes an integer large and negative, so that it is no index and no count."""
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor of the device, as bytes of the host.
+    """Return the memory of a contiguous tensor of the device, as bytes of the host.
 
-    Raises RuntimeError where the tensor has none any more.
+    Raises RuntimeError if the tensor's memory was freed.
     """
     if tensor.untyped_storage().nbytes() < tensor.nbytes:
         raise RuntimeError("NCCL uses memory that has been given back")
@@ -47,10 +47,9 @@ class Frozen:
 
 
 class Pending:
-    """An operation under way on a stream of its own.
+    """An operation in flight on a stream of its own.
 
-    It keeps its tensors until the wait, as torch's does: the allocator knows nothing of that
-    stream.
+    It keeps its tensors until the wait, as torch does: the allocator does not know that stream.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Pending:
         self._ledger = ledger
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream waits; here the host does too, for the values."""
+        """Let the current stream wait; the host waits too, for the values."""
         if self._inputs is not None:
             inputs, self._inputs = self._inputs, None
             if inputs.changed():
                 self._ledger.fault(f"{self.name}: what it was given was changed before the wait")
             self._finish()
         torch.cuda.current_stream().wait_event(self._event)
-        self._finish = _nothing  # from here on the tensors may go
+        self._finish = _nothing  # from now on the tensors may be freed
         return True
 
     def is_completed(self) -> bool:
@@ -87,7 +86,8 @@ class Pending:
 
 
 class Sending(Pending):
-    """A message on its way, which nobody need wait for: it is out when asked the second time."""
+    """A message in flight, for which nobody has to wait: it is complete when asked the second
+    time."""
 
     asked = 0
 
@@ -101,7 +101,7 @@ class Sending(Pending):
 
 
 class Receiving(Pending):
-    """A message that is awaited: until a stream waits for it, a kernel spins on `device`."""
+    """A posted receive: a kernel spins on `device` until a stream waits for it."""
 
     def __init__(self, *args: Any, device: Device) -> None:
         super().__init__(*args)

@@ -1,7 +1,7 @@
 """Worlds of processes with a device of type cuda each, for tests.
 
-No test's own process ever has the device. Ranks come from a forkserver of their own, which has
-loaded it before torch (:mod:`tests.fake_cuda.preload`).
+The process of a test never has the device. Ranks come from a forkserver of their own, which has
+loaded the device before torch (:mod:`tests.fake_cuda.preload`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from tests.fake_cuda.ledger import Ledger, compare
 from tests.parity.forked import loaded
 
 DEVICES = 8
-"""All that there are; a rank's own is the one of its number."""
+"""Number of devices; a rank uses the device of its number."""
 
 
 @dataclass
 class Report:
-    """What the device of one rank noted, besides what its function returned."""
+    """What the device of one rank noted, in addition to the result of its function."""
 
     ledger: Ledger
     faults: list[str]
-    """Races between streams, and memory given back too early."""
+    """Races between streams, and memory that was freed too early."""
     host_waits: dict[str, int]
-    """How often the host waited for the device, by what made it wait."""
+    """Number of times that the host waited for the device, by cause."""
 
 
 def faults_of(reports: Sequence[Report]) -> list[str]:
-    """All that the devices of a world noted, and what their notes disagree in."""
+    """Return all faults that the devices of a world noted, and the differences of their notes."""
     found = [
         f"rank {report.ledger.rank}: {fault}"
         for report in reports
@@ -49,7 +49,7 @@ def faults_of(reports: Sequence[Report]) -> list[str]:
 def run_world(ranks: int, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
     """Run `function(DeviceWorld, *args)` on each rank; returns their results, by rank.
 
-    Raises :class:`WorldError` where a rank fails, and AssertionError where a device noted a fault.
+    Raises :class:`WorldError` if a rank fails, and AssertionError if a device noted a fault.
     """
     results, reports = observe(ranks, function, *args, **limits)
     found = faults_of(reports)
@@ -64,7 +64,8 @@ def observe(
     timeout_s: float = 300.0,
     group_timeout_s: float = 60.0,
 ) -> tuple[list[Any], list[Report]]:
-    """The same, with the reports of all ranks and without judging them."""
+    """Run `function` like :func:`run_world`, but return the reports of all ranks too and do not
+    judge them."""
     try:
         pairs = run_ranks(
             DeviceContext(),
@@ -82,7 +83,7 @@ def observe(
 
 @functools.cache
 def _server() -> forkserver.ForkServer:
-    """The forkserver with the device, started on first use."""
+    """Return the forkserver with the device, started on first use."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["tests.fake_cuda.preload", *loaded()])
     environ = {"FAKE_CUDA_LIBRARY": str(build.library()), "FAKE_CUDA_DEVICES": str(DEVICES)}
@@ -113,7 +114,7 @@ class DeviceContext(ForkServerContext):
 
 
 def _on_rank(world: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a rank returns, and its report."""
+    """Return a rank's result, and its report."""
     from tests.fake_cuda.rank import run
 
     return run(world, function, args)

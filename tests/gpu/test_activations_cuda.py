@@ -1,4 +1,4 @@
-"""Activation policies on a CUDA device: the same numbers, and memory that is really free."""
+"""Activation policies on a CUDA device: equal results, and memory that is really free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZE = 1 << 22
-"""Values of a tensor: 16 MiB in fp32."""
+"""Number of values of a tensor: 16 MiB in fp32."""
 
 
 def test_every_policy() -> None:
@@ -32,8 +32,8 @@ def test_every_policy() -> None:
         check_case(case, [outcome])
 
 
-def squares(x: Tensor, times: int, graph_only: bool = False) -> Tensor:
-    """Saves `times` tensors."""
+def squares(x: Tensor, times: int, skip_output: bool = False) -> Tensor:
+    """Square `x` repeatedly, so that `times` tensors are saved."""
     for _ in range(times):
         x = x * x * 0.7
     return x
@@ -65,7 +65,7 @@ def test_what_is_offloaded_is_not_on_the_device(inner: SavePolicy) -> None:
 
 
 def test_copies_and_computation_do_not_overtake_each_other() -> None:
-    """Several parts in a row, freed memory taken again at once, backwards with prefetching."""
+    """Several segments in a row, freed memory reused at once, backwards with prefetching."""
     results = []
     for offloads in (False, True):
         host, offload = away(save_all)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks at toy size on a device: rows, peaks, memory that runs out, measured costs."""
+"""The GPU benchmarks at toy size on a device: rows, peaks, out-of-memory errors, measured costs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_workers_write_their_rows(ladder: Any, tmp_path: Path) -> None:
 
 
 def test_memory_that_ran_out_is_given_back(ladder: Any, mesh: Any) -> None:
-    """In the middle of a step; the steps after it are those of a side that always had enough."""
+    """Memory runs out within a step; later steps equal those of a side that always had enough."""
     size = replace(ladder.sizes.TOY, family={"vocab_size": 64, "bias": False})
     expected_side = ladder.sides.Ours(size, mesh, 2)
     expected = [expected_side.step() for _ in range(2)]

@@ -1,4 +1,5 @@
-"""The same numbers on a CUDA device: one process, several that share the GPU, all in one."""
+"""Equal results on a CUDA device: one process, several that share the GPU, all ranks in one
+process."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ pytestmark = [
 SHARED = Case(
     dp=2, tp=2, pp=2, m=4, schedule="zb_h1", sequence_parallel=True, masked=0.3, debug=True
 )
-"""Eight gloo processes on one GPU: what they exchange goes through host memory."""
+"""Eight gloo processes on one GPU: their messages go through host memory."""
 IN_PROCESS = Case(pp=4, m=6, schedule="zb_h1", in_process=True, masked=0.3)
 SLICED = replace(IN_PROCESS, schedule="seq1f1b", slices=3)
 EXACT = [
@@ -86,7 +87,7 @@ WITH_EXPERTS = [
 
 
 def on_gpu(cases: list[Case]) -> list[list[Outcome]]:
-    """Per case, the outcomes of all ranks."""
+    """Return, for each case, the outcomes of all ranks."""
     ranks = run_world(cases[0].world, run_cases, cases, DEVICE, timeout_s=TIMEOUT_S)
     return [[outcomes[i] for outcomes in ranks] for i in range(len(cases))]
 
@@ -100,20 +101,20 @@ def test_fp64_is_the_reference_s(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("cases", WITH_EXPERTS, ids=IDS)
 def test_experts_in_fp64(cases: list[Case]) -> None:
-    """Also counts, dropped choices, and the terms of balance."""
+    """Also counts, dropped choices, and the auxiliary losses."""
     for case, outcomes in zip(cases, on_gpu(cases), strict=True):
         check_case(case, outcomes)
 
 
 def test_experts_in_bf16() -> None:
-    """Under the choices made, which are those of the scores."""
+    """The reference uses the run's choices, and these fit the scores."""
     case = Case(moe="top 2", model="llama", dtype="bf16")
     ((outcome,),) = on_gpu([case])
     check_case(case, [outcome])
 
 
 def test_compiled_blocks() -> None:
-    """What inductor makes for the device, in fp64: whole blocks, and around experts."""
+    """inductor's code for the device, in fp64: whole blocks, and the parts around experts."""
     cases = [Case(compile=True), Case(compile=True, moe="groups", model="llama", masked=0.3)]
     for case, outcomes in zip(cases, on_gpu(cases), strict=True):
         check_case(case, outcomes)
@@ -136,15 +137,15 @@ def test_bf16_is_as_close_to_fp32_as_a_single_process(cases: list[Case]) -> None
 
 
 def run_deterministically(world: World, cases: list[Case]) -> list[Outcome]:
-    """Every case twice, in one process, with deterministic kernels only."""
+    """Run every case twice, in one process, with deterministic kernels only."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when CUDA starts
     torch.use_deterministic_algorithms(True)
     return run_cases(world, [*cases, *cases], DEVICE)
 
 
 def test_deterministic_runs_are_bitwise_equal() -> None:
-    """Enough equal tokens that atomic additions into the embedding would show, or those of rows of
-    experts into their tokens."""
+    """There are enough equal tokens to reveal atomic additions into the embedding, or of experts'
+    rows into tokens."""
     base = Case(in_process=True, pp=2, m=4, batch=8, sequence=64, vocab=5, dropout=0.1)
     sliced = replace(base, schedule="seq1f1b", slices=2)
     experts = replace(base, model="llama", moe="capacity, score")
@@ -161,7 +162,8 @@ def test_deterministic_runs_are_bitwise_equal() -> None:
 
 
 def resume(world: World) -> tuple[Any, Any]:
-    """The third step, in one go and from the state after two: fused AdamW on the device."""
+    """Take the third step, both without a break and from the state after two: fused AdamW on the
+    device."""
     case = Case(dtype="fp32", m=2)
     config, layout = configure(case)
     rows = Rows(case)
@@ -196,7 +198,7 @@ def test_resuming_continues() -> None:
 
 
 def test_bf16_products_are_kept_in_fp32() -> None:
-    """The product itself is not rounded to bf16 on the way."""
+    """The product itself is not rounded to bf16 in between."""
     sharding = Sharding(Axis.alone(), False, torch.bfloat16)
     layer = ColumnParallelLinear(sharding, *column_linear("a", (64, 32), bias=False, std=0.1))
     Bucket(0, list(owned_parameters(layer)), Axis.alone(), torch.device(DEVICE))

@@ -1,4 +1,4 @@
-"""torch's flight record of what a GPU is told to exchange."""
+"""torch's flight record of the collectives on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def reduced(world: World) -> list[dict[str, Any]]:
-    """The entries of the record when NCCL has summed a tensor over this rank alone."""
+    """Return the entries of the record after NCCL has summed a tensor over this rank alone."""
     group = dist.new_group([0], backend="nccl")
     values = torch.ones(3, 5, device="cuda")  # [3, 5]
     dist.all_reduce(values, group=group)
@@ -32,7 +32,7 @@ def reduced(world: World) -> list[dict[str, Any]]:
 
 
 def test_the_record_has_what_nccl_was_told_to_do() -> None:
-    """And that it is done: of a hang these entries tell which collective is not."""
+    """And that it is complete: after a hang these entries show which collective is not."""
     (entries,) = run_world(1, reduced)
     (entry,) = (entry for entry in entries if entry["profiling_name"] == "nccl:all_reduce")
     assert entry["input_sizes"] == [[3, 5]]

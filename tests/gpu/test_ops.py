@@ -1,4 +1,4 @@
-"""Kernels on a CUDA device against torch's plain arithmetic in fp64: those that are installed."""
+"""Installed kernels on a CUDA device, compared with torch's plain arithmetic in fp64."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megapipe.ops import adam, loss, norm, rotary, swiglu, weight_grad
 from megapipe.ops.adam import AdamStep, torch_adam
 from megapipe.ops.attention import AttentionKernel, Sdpa
 from megapipe.ops.attention_choice import AttentionShape, candidates, torch_choice
-from megapipe.ops.block_attention import MathTile, TileKernel, accumulation, merge
-from megapipe.ops.block_choice import block_candidates, packed_candidates
 from megapipe.ops.documents import Documents, varlen_lengths
 from megapipe.ops.moe import grouped
-from megapipe.ops.packed_kernels import OneByOne, PackedTileKernel
+from megapipe.ops.packed_tile_kernels import OneByOne, PackedTileKernel
 from megapipe.ops.probe import choose_kernel
+from megapipe.ops.tile_attention import MathTile, TileKernel, accumulation, merge
+from megapipe.ops.tile_candidates import block_candidates, packed_candidates
 from megapipe.testing import run_world
 from tests.parity.ranks import Case, check_case, run_cases
 
@@ -39,8 +39,8 @@ pytestmark = [
 
 
 def kernel_of(purpose: str, name: str, offered: list[Any]) -> Any:
-    """The kernel after its self-check; skips where its package is missing, or torch is too old for
-    it, and only then."""
+    """Return the kernel after its self-check. Skip the test only if its package is missing or torch
+    is too old for it."""
     try:
         return choose_kernel(purpose, name, offered).kernel
     except ConfigError as error:
@@ -68,7 +68,7 @@ def worst_errors(found: list[Tensor], usual: list[Tensor], exact: list[Tensor]) 
 def assert_as_good_on_average(
     found: list[Tensor], usual: list[Tensor], exact: list[Tensor]
 ) -> None:
-    """Assert the same of the root of the mean square, which chance hardly moves."""
+    """Assert that each result's RMS error, which chance hardly moves, is as good."""
     for i, (got, plain, right) in enumerate(zip(found, usual, exact, strict=True)):
         error, other = ((x.double() - right).square().mean().sqrt().item() for x in (got, plain))
         assert error <= 2 * other, f"result {i}: {error:.3g} off, at most {2 * other:.3g}"
@@ -113,9 +113,8 @@ def test_attention(
 
 
 class NarrowFactors(MathTile):
-    """Rounds what fused kernels round: probabilities and gradients of scores, which are factors of
-    products with values, queries and keys, and the gradients of the heads of a key before these are
-    added up."""
+    """Rounds what fused kernels round. These are factors of products with values, queries and keys:
+    probabilities and score gradients. Gradients of a key's heads are rounded before their sum."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
@@ -155,7 +154,8 @@ class NarrowFactors(MathTile):
 
 
 def run_blocks(kernel: TileKernel, inputs: list[Tensor], s: int) -> list[Tensor]:
-    """Output, LSE and gradients of a causal block of the last queries, and of one before it."""
+    """Return output, LSE and gradients of a causal tile of the last queries, and of a tile before
+    it."""
     q, k, v, grad = inputs
     own = slice(k.shape[2] - s, None)
     before = slice(0, k.shape[2] - s)
@@ -204,7 +204,7 @@ def test_blocks_of_attention(name: str, dtype: torch.dtype, s: int, groups: int)
 def run_packs(
     kernel: PackedTileKernel, inputs: list[Tensor], lengths: list[tuple[int, int]], causal: bool
 ) -> list[Tensor]:
-    """Output, LSE and gradients, as if each row saw further keys, with values of 0."""
+    """Return output, LSE and gradients, as if each row saw further keys, with values of 0."""
     q, k, v, grad = inputs
     runs = varlen_lengths(lengths, DEVICE)
     out, lse = kernel.forward(q, k, v, runs, causal, None)
@@ -314,7 +314,7 @@ def test_the_gate_is_compiled_once_for_any_number_of_rows() -> None:
 @pytest.mark.parametrize("ends", [(2048, 2048, 2049, 4096), (0, 0, 0, 512), (128, 256, 384, 512)])
 def test_products_of_experts(ends: tuple[int, ...]) -> None:
     offered = grouped.candidates(device=DEVICE, dtype=torch.bfloat16, widths=[256, 704])
-    choice = choose_kernel("experts", "auto", offered)
+    choice = choose_kernel("expert_gemm", "auto", offered)
     assert choice.name == "grouped"
     torch.manual_seed(0)
     for width, length in ((256, 704), (704, 256)):
@@ -346,7 +346,7 @@ def test_weight_gradients_keep_fp32(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["apex", "fused", "torch"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients_of_experts_keep_fp32(name: str, dtype: torch.dtype) -> None:
-    """Of matrices and weighted biases, with an expert that has no rows and one that has most."""
+    """For matrices and weighted biases; one expert has no rows and one has most of them."""
     offered = weight_grad.candidates(device=DEVICE, dtype=dtype)
     kernel = kernel_of("weight_grad", name, offered)
     torch.manual_seed(0)
@@ -398,7 +398,7 @@ def test_documents_in_training() -> None:
 
 
 def launched(run: Callable[[], Any]) -> int:
-    """Kernels of a call that has been made before."""
+    """Count the kernels of a call that has been made before."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -409,7 +409,8 @@ def launched(run: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_what_inductor_makes_is_few_kernels(dtype: torch.dtype) -> None:
-    """Two at most each way; five for the loss, as docs/benchmarks.md has it beside its GEMMs."""
+    """At most two per direction; five for the loss in addition to its GEMMs, as in
+    docs/benchmarks.md."""
     turn = kernel_of("rotary", "inductor", rotary.candidates(device=DEVICE, dtype=dtype))
     x = torch.randn(64, 2, 4, 3, 64, device=DEVICE, dtype=dtype)
     table = torch.randn(64, 1, 1, 1, 64, device=DEVICE, dtype=dtype)

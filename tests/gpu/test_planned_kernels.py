@@ -1,4 +1,4 @@
-"""What the plan says of a GPU's kernels, held to a GPU."""
+"""The plan's figures for a GPU's kernels, compared with a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_torch_takes_a_backend_where_the_plan_says_so(name: str) -> None:
 def test_a_backward_takes_the_bytes_that_are_planned(
     backend: str, operation: str, dtype: torch.dtype
 ) -> None:
-    """Beside its results, to within 2%: torch's allocator rounds."""
+    """In addition to its results, to within 2%: torch's allocator rounds."""
     shape = (4, 1024, 16, 64)
     q, k, v = (
         torch.randn(shape, dtype=dtype, device="cuda").transpose(1, 2).requires_grad_()

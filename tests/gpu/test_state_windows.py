@@ -1,4 +1,5 @@
-"""On a GPU: state in host memory or on a disk, brought in beside the computation, as in place."""
+"""On a GPU: state in host memory or on a disk, loaded while the GPU computes, gives the results of
+state in place."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 
 def updated(dtype: torch.dtype, policy: StatePolicy) -> list[Tensor]:
-    """Weights and state after three steps of Adam without bias correction."""
+    """Return weights and state after three steps of Adam without bias correction."""
     generator = torch.Generator("cuda").manual_seed(1)
     weights = torch.randn(N, generator=generator, device="cuda").to(dtype)
     store = StateStore(weights, NAMES, policy)

@@ -29,15 +29,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from places import Mutant, mutants_of
+from mutation_sites import Mutant, mutants_of
 from suites import SUITES, Groups
 
 ROOT = Path(__file__).parents[2]
 TARGET = 0.95
 PATIENCE, GRACE_S = 4.0, 30.0
-"""A mutant hangs when its tests take this many times as long as without it, and so long on top."""
+"""Factor of the time without a mutant, and seconds on top, after which a mutant hangs."""
 LONGEST_S = 1800.0
-"""What a group of tests may take without a mutant."""
+"""Seconds that a group of tests may take without a mutant."""
 NOTHING = 5
 """pytest's exit code where no test is selected."""
 SURVIVED = "SURVIVED"
@@ -52,18 +52,18 @@ class Trial:
     mutant: Mutant
     groups: Groups
     source: bytes
-    """The file without the mutant."""
+    """Source of the file without the mutant."""
     at: int = 0
 
     @property
     def key(self) -> str:
-        """The same in each run until the file changes."""
+        """Name of the trial, the same in each run until the file changes."""
         digest = hashlib.sha256(self.source).hexdigest()
         return f"{digest[:16]} {self.path} {self.mutant.start} {self.mutant}"
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """The group that comes next."""
+        """Group of tests that comes next."""
         return self.groups[self.at]
 
 
@@ -108,7 +108,7 @@ class Worker:
         self.trial = None
 
     def poll(self) -> int | None:
-        """The exit code of pytest, or None while it runs; one that hangs is killed."""
+        """Return the exit code of pytest, or None while it runs; one that hangs is killed."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0 and time.monotonic() < self.deadline:
             return None
@@ -121,7 +121,8 @@ class Worker:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], log: Path) -> int:
-    """Run pytest in a fork of this process, which has loaded what does not change; its pid."""
+    """Run pytest in a fork of this process, which has loaded what does not change; return its
+    pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -144,7 +145,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], log: Path) -> int:
 
 
 def preload() -> None:
-    """What every test imports and no mutant changes."""
+    """Import what every test imports and no mutant changes."""
     import hypothesis  # noqa: F401
     import numpy  # noqa: F401
     import pydantic  # noqa: F401
@@ -156,8 +157,8 @@ def preload() -> None:
 
 
 def draw(count: int, seed: int, chosen: list[str]) -> list[Trial]:
-    """About `count` mutants, as many of each file as its share of all places; of each 4 at least
-    where `count` is enough for it, else 1."""
+    """Draw about `count` mutants, from each file by its share of all places; at least 4 of each if
+    `count` is enough for that, else 1."""
     sources = {path: (ROOT / "megapipe" / path).read_bytes() for path in chosen}
     places = {path: mutants_of(source) for path, source in sources.items()}
     total = sum(map(len, places.values()))
@@ -172,7 +173,7 @@ def draw(count: int, seed: int, chosen: list[str]) -> list[Trial]:
 
 
 def run_trials(trials: list[Trial], workers: list[Worker]) -> Iterator[tuple[Trial, str]]:
-    """Each with its verdict, as it comes."""
+    """Yield each trial with its verdict, as it comes."""
     patience: dict[tuple[str, ...], float] = {}
     waiting = list(trials)
     while waiting or any(worker.trial for worker in workers):
@@ -205,7 +206,7 @@ def run_trials(trials: list[Trial], workers: list[Worker]) -> Iterator[tuple[Tri
 
 
 def known(file: Path | None) -> dict[str, str]:
-    """The verdicts of earlier runs by the trials' keys."""
+    """Return the verdicts of earlier runs by the trials' keys."""
     if file is None or not file.exists():
         return {}
     lines = file.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Which tests cover which file: in groups, of which the fast ones that know it best come first."""
+"""Which tests cover which file, in groups: the fast ones that know it best come first."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ GLOO, LAYER_UNITS = "tests/dist/distributed/test_gloo.py", "tests/unit/layers/te
 OPTIM, DIST = "tests/unit/optim/test_", "tests/dist/test_"
 ENGINES, OPTIMIZERS = "tests/dist/engine/test_", "tests/dist/optim/test_"
 EXECUTED = (
-    *(f"{ENGINE}{name}.py" for name in ("executor", "executor_pieces", "stage")),
+    *(f"{ENGINE}{name}.py" for name in ("executor", "executor_work_items", "stage")),
     f"{ENGINES}executor.py",
 )
 LAYERS = (f"{DIST}tensor_parallel.py",)
 PARITY = (f"{DIST}parity.py::test_drawn_pairs[1]", f"{DIST}parity.py::test_drawn_pairs[2]")
 STREAMS = (
-    "tests/unit/schedule/streams/test_streams.py",
-    "tests/unit/schedule/streams/test_proof.py",
+    "tests/unit/schedule/async_schedules/test_async_schedules.py",
+    "tests/unit/schedule/async_schedules/test_proof.py",
 )
 PLANS = tuple(f"tests/unit/context/test_{name}.py" for name in ("plans", "split", "documents"))
 RINGS = (f"{DIST}ring_attention.py",)
 OVER_POSITIONS = (f"{DIST}context.py",)
 EXPERTS = tuple(f"{LAYER_UNITS}{name}.py" for name in ("routing", "experts", "dispatch"))
 OVER_EXPERTS = (f"{DIST}moe.py", f"{DIST}dispatch.py")
-WINDOWS = (f"{DIST}streams.py",)
+WINDOWS = (f"{DIST}async_schedules.py",)
 FAULTLESS = (f"{DIST}faults.py::test_the_cases_pass_without_a_fault",)
 ON_A_DEVICE = (
     "tests/fake_cuda/test_parity_cuda.py::test_some_cases[2]",
@@ -38,7 +38,7 @@ SUITES: dict[str, Groups] = {
         (f"{GENERATORS}classic.py", f"{GENERATORS}zero_bubble.py", f"{GENERATORS}v_family.py"),
         STREAMS,
     ),
-    "schedule/proof/lists.py": (
+    "schedule/proof/rank_lists.py": (
         (f"{PROOF}validate.py",),
         (f"{GENERATORS}generators.py", f"{GENERATORS}sequence.py", f"{GENERATORS}recompute.py"),
         STREAMS,
@@ -67,7 +67,7 @@ SUITES: dict[str, Groups] = {
         (f"{ENGINE}stage.py", f"{ENGINE}stage_loss.py", f"{ENGINE}stage_recompute.py"),
         (f"{ENGINE}stage_slices.py", f"{MODEL}activations_kept.py", f"{DIST}plan_run.py"),
         FAULTLESS,
-        (f"{DIST}own_models.py",),
+        (f"{DIST}user_models.py",),
         WINDOWS,
     ),
     "engine/channels.py": (
@@ -77,14 +77,14 @@ SUITES: dict[str, Groups] = {
         (f"{DIST}odd_sizes.py",),
         ON_A_DEVICE,
     ),
-    "engine/flow.py": (
-        (f"{ENGINE}flow.py", *EXECUTED),
+    "engine/async_runner.py": (
+        (f"{ENGINE}async_runner.py", *EXECUTED),
         (f"{ENGINE}stage_slices.py", f"{ENGINE}stage_recompute.py"),
         FAULTLESS,
         WINDOWS,
     ),
-    "engine/names.py": ((f"{ENGINE}names.py",),),
-    "engine/packed.py": ((f"{ENGINE}packed.py",), (f"{DIST}own_family.py",), FAULTLESS),
+    "engine/profiler_names.py": ((f"{ENGINE}profiler_names.py",),),
+    "engine/packed.py": ((f"{ENGINE}packed.py",), (f"{DIST}user_model_spec.py",), FAULTLESS),
     "engine/pipeline.py": (
         EXECUTED,
         FAULTLESS,
@@ -92,25 +92,31 @@ SUITES: dict[str, Groups] = {
         WINDOWS,
         ON_A_DEVICE,
     ),
-    "engine/receives.py": ((f"{ENGINE}receives.py",), FAULTLESS),
+    "engine/recv_prefetch.py": ((f"{ENGINE}recv_prefetch.py",), FAULTLESS),
     "engine/recorder.py": (
-        (f"{ENGINE}recorder.py", f"{ENGINE}executor_pieces.py"),
-        (f"{DIST}stream_timeline.py",),
+        (f"{ENGINE}recorder.py", f"{ENGINE}executor_work_items.py"),
+        (f"{DIST}async_timeline.py",),
     ),
-    "engine/shares.py": ((f"{ENGINES}shares.py",), FAULTLESS),
-    "engine/tuple_stage.py": (("tests/unit/library/test_pipeline.py",), (f"{DIST}own_family.py",)),
+    "engine/scatter_gather.py": ((f"{ENGINES}scatter_gather.py",), FAULTLESS),
+    "engine/tuple_stage.py": (
+        ("tests/unit/library/test_pipeline.py",),
+        (f"{DIST}user_model_spec.py",),
+    ),
     "context/documents.py": (PLANS, RINGS, OVER_POSITIONS),
-    "context/entries.py": (PLANS, RINGS),
-    "context/packs.py": (("tests/unit/context/test_packs.py",), (f"{LAYER_UNITS}block_calls.py",)),
+    "context/score_rects.py": (PLANS, RINGS),
+    "context/packs.py": (
+        ("tests/unit/context/test_packs.py",),
+        (f"{LAYER_UNITS}attention_tiles.py",),
+    ),
     "context/plan.py": (PLANS, RINGS),
     "context/plans.py": (PLANS, RINGS),
     "context/positions.py": (PLANS, RINGS, OVER_POSITIONS),
     "context/simulate.py": (("tests/unit/context/test_simulate.py",),),
     "context/split.py": (PLANS, RINGS, OVER_POSITIONS),
-    "context/tensors.py": (("tests/unit/plan/test_context_choice.py",), RINGS, OVER_POSITIONS),
-    "layers/block_calls.py": ((f"{LAYER_UNITS}block_calls.py",), RINGS, OVER_POSITIONS),
+    "context/tensors.py": (("tests/unit/plan/test_context_options.py",), RINGS, OVER_POSITIONS),
+    "layers/attention_tiles.py": ((f"{LAYER_UNITS}attention_tiles.py",), RINGS, OVER_POSITIONS),
     "layers/context.py": (RINGS, OVER_POSITIONS),
-    "layers/reshard.py": (RINGS, (f"{DIST}reshard.py",), OVER_POSITIONS),
+    "layers/ulysses_all_to_all.py": (RINGS, (f"{DIST}ulysses_all_to_all.py",), OVER_POSITIONS),
     "layers/ring_attention.py": (RINGS, OVER_POSITIONS, ON_A_DEVICE),
     "layers/moe/dispatch.py": (EXPERTS, OVER_EXPERTS),
     "layers/moe/chunks.py": (EXPERTS, OVER_EXPERTS),
@@ -122,11 +128,11 @@ SUITES: dict[str, Groups] = {
     "layers/moe/weights.py": (EXPERTS, OVER_EXPERTS, (f"{DIST}placement.py",)),
     "layers/moe/transfer.py": (EXPERTS, OVER_EXPERTS),
     "layers/moe/owners.py": (
-        (f"{LAYER_UNITS}parameter.py", f"{LAYER_UNITS}expert_places.py"),
+        (f"{LAYER_UNITS}parameter.py", f"{LAYER_UNITS}expert_replicas.py"),
         (f"{DIST}migration.py",),
     ),
     "layers/moe/padding.py": ((f"{LAYER_UNITS}expert_padding.py",), (f"{DIST}padding.py",)),
-    "layers/moe/replicas.py": ((f"{LAYER_UNITS}expert_places.py",), (f"{DIST}placement.py",)),
+    "layers/moe/replicas.py": ((f"{LAYER_UNITS}expert_replicas.py",), (f"{DIST}placement.py",)),
     "layers/moe/permutation.py": (EXPERTS, OVER_EXPERTS),
     "layers/moe/tasks.py": (EXPERTS, OVER_EXPERTS),
     "layers/moe/experts.py": (EXPERTS, (f"{MODEL}moe.py",), OVER_EXPERTS),
@@ -143,7 +149,7 @@ SUITES: dict[str, Groups] = {
         (f"{LAYER_UNITS}parameter.py",),
         LAYERS,
         FAULTLESS,
-        (f"{DIST}own_models.py",),
+        (f"{DIST}user_models.py",),
     ),
     "layers/dropout.py": ((f"{LAYER_UNITS}rng.py", f"{ENGINE}stage_slices.py"), LAYERS, FAULTLESS),
     "layers/microbatch.py": (
@@ -153,7 +159,7 @@ SUITES: dict[str, Groups] = {
         OVER_POSITIONS,
     ),
     "layers/norm.py": ((f"{MODEL}gpt_hf.py", f"{MODEL}activations_kept.py"), LAYERS, FAULTLESS),
-    "layers/policy.py": (
+    "layers/activation_policy.py": (
         (
             "tests/unit/layout/test_chunks.py",
             "tests/unit/layout/test_activation_plan.py",
@@ -211,8 +217,8 @@ SUITES: dict[str, Groups] = {
     "optim/optimizer.py": (
         (f"{OPTIM}optimizer.py", f"{OPTIM}finite.py", f"{OPTIMIZERS}optimizer.py"),
         (f"{DIST}zero_step.py", f"{DIST}rules.py"),
-        (f"{DIST}post_validation.py", f"{DIST}look_ahead.py"),
-        (f"{DIST}stream_faults.py",),
+        (f"{DIST}post_validation.py", f"{DIST}weight_prediction.py"),
+        (f"{DIST}async_faults.py",),
         PARITY,
     ),
     "optim/groups.py": ((f"{OPTIM}groups.py", f"{OPTIM}buffers.py"), (f"{DIST}mesh_groups.py",)),
@@ -220,17 +226,21 @@ SUITES: dict[str, Groups] = {
         (f"{OPTIM}state_store.py", f"{OPTIM}rules_alone.py"),
         (f"{DIST}rules.py",),
     ),
-    "optim/versions.py": ((f"{OPTIM}versions.py",), (f"{DIST}stream_faults.py",), WINDOWS),
+    "optim/weight_versions.py": (
+        (f"{OPTIM}weight_versions.py",),
+        (f"{DIST}async_faults.py",),
+        WINDOWS,
+    ),
     "optim/shard.py": (
         (f"{OPTIM}shard.py", f"{OPTIM}optimizer.py", f"{OPTIM}buffers.py"),
         (f"{OPTIMIZERS}optimizer.py", f"{OPTIMIZERS}reduction.py"),
         (f"{DIST}zero_step.py", f"{DIST}zero.py"),
         PARITY,
     ),
-    "optim/departure.py": ((f"{DIST}reduce_chunks.py",), FAULTLESS),
-    "optim/velocity.py": ((f"{OPTIM}velocity.py",), (f"{DIST}stream_faults.py",)),
+    "optim/bucket_launch.py": ((f"{DIST}reduce_chunks.py",), FAULTLESS),
+    "optim/velocity.py": ((f"{OPTIM}velocity.py",), (f"{DIST}async_faults.py",)),
     "optim/checksum.py": ((f"{OPTIM}checksum.py",),),
-    "optim/copies.py": ((f"{DIST}copies.py",),),
+    "optim/replica_check.py": ((f"{DIST}replica_check.py",),),
     "optim/reduction.py": ((f"{OPTIMIZERS}reduction.py",), (f"{DIST}zero_step.py",), PARITY),
 }
-"""By file below megapipe/. A mutant goes through the groups until one of them fails."""
+"""Groups of tests by file below megapipe/. A mutant goes through them until one of them fails."""

@@ -1,4 +1,4 @@
-"""What a user may get wrong with the commands for data and models, and what is to be said of it."""
+"""Mistakes of users with the commands for data and models, and the errors that they should get."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DATA, CONVERT, GENERATE, EVALUATE = (
 
 @dataclass(frozen=True)
 class Bad:
-    """A mistake: the command and its arguments, the exit code, and words of the one line.
+    """A mistake: the command and its arguments, the exit code, and words of the error line.
 
-    `prepare` changes the folder, a copy of what `make_folder` makes. `chosen`: of a script that
-    loads torch, for an interpreter of its own.
+    `prepare` changes the folder, a copy of what `make_folder` makes. `chosen`: one of the few cases
+    of scripts that load torch that run in an interpreter of their own.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Bad:
 
     @property
     def alone(self) -> bool:
-        """Whether an interpreter of its own runs it, which takes seconds where torch is loaded."""
+        """Whether it needs an interpreter of its own, which takes seconds if torch is loaded."""
         return self.chosen or self.script == DATA
 
     @property
     def command(self) -> str:
-        """The command that is named, or the one that options alone stand for."""
+        """Name of the command, or the command that options alone stand for."""
         first = self.arguments()[0]
         return "tokenize" if self.script == DATA and first.startswith("--") else first
 
@@ -77,20 +77,20 @@ OF_TEXTS = [
     Bad("another column", DATA, "--source rows.parquet --output out", 3,
         ("rows.parquet: no field 'text'", "it has: body")),
     Bad("a number", DATA, "--source rows.jsonl --text-field n --output out", 3,
-        ("field 'n' (data.text_field) holds a number, no text, in line 1",)),
+        ("field 'n' (data.text_field) holds a number, not text, in line 1",)),
     Bad("deep nesting", DATA, "--source deep.jsonl --output out", 3,
         ("deep.jsonl: cannot be read", "line 1"), text("deep.jsonl", "[" * 10**6)),
     Bad("deep nesting in an array", DATA, "--source deep.json --output out", 3,
         ("deep.json: cannot be read",), text("deep.json", "[" * 10**6)),
     Bad("a truncated .gz", DATA, "--source x.jsonl.gz --output out", 3,
-        ("x.jsonl.gz: cannot be unpacked",),
+        ("x.jsonl.gz cannot be decompressed",),
         text("x.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 5000)[:-20])),
     Bad("a .gz that is none", DATA, "--source x.txt.gz --output out", 3,
-        ("x.txt.gz: cannot be unpacked",), text("x.txt.gz", b"plain")),
+        ("x.txt.gz cannot be decompressed",), text("x.txt.gz", b"plain")),
     Bad("a .zst that is none", DATA, "--source x.txt.zst --output out", 3,
-        ("x.txt.zst: cannot be unpacked",), text("x.txt.zst", b"plain")),
+        ("x.txt.zst cannot be decompressed",), text("x.txt.zst", b"plain")),
     Bad("token ids already", DATA, "--source t --output out", 2,
-        ("--source t: a token file has",)),
+        ("--source t: a token file already has",)),
     Bad("the output is there", DATA, "--source texts.txt --output t", 3,
         ("t.bin exists: remove",)),
     Bad("the output is there, by its file", DATA, "--source texts.txt --output t.idx", 3,
@@ -106,10 +106,11 @@ OF_TEXTS = [
     Bad("a share of nan", DATA, "--source texts.txt --validation-fraction nan", 2,
         ("--validation-fraction nan: expected a number",)),
     Bad("a share of nothing", DATA, f"{OUTPUT} --validation-fraction 0.12345678901234567", 2,
-        ("--validation-fraction is for the cache",)),
-    Bad("no workers", DATA, f"{OUTPUT} --workers 0", 2,
-        ("--workers 0: expected a whole number >= 1",)),
-    Bad("workers in words", DATA, f"{OUTPUT} --workers two", 2, ("--workers", "'two'", "--help")),
+        ("--validation-fraction works only with the cache",)),
+    Bad("no workers", DATA, f"{OUTPUT} --tokenizer-workers 0", 2,
+        ("--tokenizer-workers 0: expected a whole number >= 1",)),
+    Bad("workers in words", DATA, f"{OUTPUT} --tokenizer-workers two", 2,
+        ("--tokenizer-workers", "'two'", "--help")),
     Bad("an unknown option", DATA, "--sauce x", 2, ("--sauce", "--help")),
     Bad("no tokenizer", DATA, f"{OUTPUT} --tokenizer ./gone", 3, ("tokenizer './gone': no such",)),
     Bad("a folder without a tokenizer", DATA, f"{OUTPUT} --tokenizer ./empty", 3,
@@ -118,10 +119,10 @@ OF_TEXTS = [
         ("no end-of-document token", "eos_token")),
     Bad("a tokenizer that is text", DATA, f"{OUTPUT} --tokenizer texts.txt", 3,
         ("cannot be loaded",)),
-    Bad("examples without rows", DATA, "--source texts.txt --samples supervised --cache c", 3,
-        ("texts.txt: it has no rows",)),
-    Bad("examples that are none", DATA, "--source rows.jsonl --samples supervised --cache c", 3,
-        ("line 1 has neither 'messages'", "it has: text, n")),
+    Bad("examples without rows", DATA, "--source texts.txt --sample-format supervised --cache c", 3,
+        ("texts.txt has no rows",)),
+    Bad("examples that are none", DATA, "--source rows.jsonl --sample-format supervised --cache c",
+        3, ("line 1 has neither 'messages'", "it has: text, n")),
     Bad("few ids to learn", DATA, "tokenizer --source texts.txt --vocab-size 10 --output new", 2,
         ("--vocab-size 10: expected 257",)),
     Bad("many ids to learn", DATA,
@@ -151,7 +152,7 @@ OF_TOKEN_FILES = [
         ("t.idx declares token type 7",), in_header(17, b"\x07")),
     Bad("ids of another type", DATA, "verify t --vocab-size 300", 3,
         ("t.bin has 4000 bytes", "declares"), in_header(17, b"\x04")),
-    Bad("an .idx of something else", DATA, "inspect t", 3, ("t.idx is no token index",),
+    Bad("an .idx of something else", DATA, "inspect t", 3, ("t.idx is not a token index",),
         text("t.idx", "x" * 100)),
     Bad("files that do not belong together", DATA, "inspect t", 3, ("t.bin has", "declares"),
         swapped),
@@ -181,13 +182,13 @@ OF_MODELS = [
         ("config.json", "hidden_act 'relu'", "silu"), in_config(hidden_act="relu")),
     Bad("dynamic rope", CONVERT, READ, 2, ("rope_type 'dynamic'", "yarn"),
         in_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})),
-    Bad("nested config", CONVERT, READ, 5, ("config.json: no JSON",),
+    Bad("nested config", CONVERT, READ, 5, ("config.json is not JSON",),
         text("hf/config.json", "[" * 10**6)),
     Bad("missing shard", CONVERT, READ, 5,
         ("the shard model-00002-of-00002.safetensors is missing",),
         gone("hf/model-00002-of-00002.safetensors"), chosen=True),
     Bad("a shard that is empty", CONVERT, READ, 5,
-        ("model-00002-of-00002.safetensors: not a whole",),
+        ("model-00002-of-00002.safetensors is not a complete",),
         text("hf/model-00002-of-00002.safetensors", "")),
     Bad("a tensor twice", CONVERT, READ, 5,
         ("model.embed_tokens.weight is in model-00002", "not in model.safetensors.index.json"),
@@ -205,7 +206,7 @@ OF_MODELS = [
     Bad("output with a long name", CONVERT, f"megapipe-to-hf run {LONG}", 5,
         ("File name too long",)),
     Bad("source with a long name", CONVERT, f"inspect ./{LONG}", 5, ("no such folder",)),
-    Bad("no model at all", CONVERT, "inspect empty", 5, ("empty: neither a checkpoint nor a run",),
+    Bad("no model at all", CONVERT, "inspect empty", 5, ("empty is neither a checkpoint nor a",),
         chosen=True),
     Bad("a manifest that is cut off", CONVERT, WRITE, 5,
         ("neither a checkpoint nor a run folder",), with_manifest(lambda content: content[:-9]),
@@ -217,20 +218,22 @@ OF_MODELS = [
         ("model.norm = rmsnorm",)),
     Bad("text of nothing", GENERATE, "gone", 5, ("gone: no such folder",)),
     Bad("text of a long name", GENERATE, LONG, 5, ("nnn: no such folder",)),
-    Bad("text without tokens", GENERATE, "run --tokens 0", 2, ("tokens=0: expected at least 1",)),
-    Bad("text in words", GENERATE, "run --tokens ten", 2, ("--tokens", "'ten'", "--help"),
+    Bad("text without tokens", GENERATE, "run --max-new-tokens 0", 2,
+        ("--max-new-tokens 0: expected at least 1",)),
+    Bad("text in words", GENERATE, "run --max-new-tokens ten", 2,
+        ("--max-new-tokens", "'ten'", "--help"),
         chosen=True),
     Bad("no batch", GENERATE, "run --batch 0", 2, ("--batch", "at least 1")),
     Bad("temperature of nan", GENERATE, "run --temperature nan", 2,
-        ("temperature=nan: expected",)),
+        ("--temperature nan: expected",)),
     Bad("prompts in a folder", GENERATE, "run --prompts empty", 3,
         ("--prompts empty: Is a directory",)),
-    Bad("prompts of nothing", GENERATE, "run --prompts empty.txt", 3, ("it is empty",)),
+    Bad("prompts of nothing", GENERATE, "run --prompts empty.txt", 3, ("empty.txt is empty",)),
 ]  # fmt: skip
 
 OF_OTHERS = [
     Bad("Megatron's that is gone", CONVERT, "megatron-to-megapipe gone new", 5,
-        ("gone: no checkpoint of Megatron-LM", "iter_"), chosen=True),
+        ("gone is not a Megatron-LM checkpoint", "iter_"), chosen=True),
     Bad("Megatron's of an iteration that is gone", CONVERT, "megatron-to-megapipe empty new", 5,
         ("names iter_0000007, which has no checkpoint",),
         text("empty/latest_checkpointed_iteration.txt", "7")),
@@ -240,9 +243,9 @@ OF_OTHERS = [
         ("cannot read empty/.metadata",), chosen=True),
     Bad("DCP's with an index of something else", CONVERT,
         "dcp-to-megapipe empty new --config hf", 5,
-        ("empty/.metadata: not a whole index of DCP",), text("empty/.metadata", "nothing")),
+        ("empty/.metadata is not a complete DCP index",), text("empty/.metadata", "nothing")),
     Bad("no model for DCP", CONVERT, "megapipe-to-dcp empty new", 5,
-        ("empty: neither a checkpoint nor a run folder",), chosen=True),
+        ("empty is neither a checkpoint nor a run folder",), chosen=True),
     Bad("output for DCP is there", CONVERT, "megapipe-to-dcp run hf", 5, ("hf exists already",)),
     Bad("type of another kind for DCP", CONVERT, "megapipe-to-dcp run new --dtype int8", 2,
         ("'int8'", "bf16")),
@@ -254,9 +257,9 @@ OF_OTHERS = [
         ("corpus 'gone.txt': no such file",), chosen=True),
     Bad("measured at no stride", EVALUATE, "perplexity run --data texts.txt --stride 0", 2,
         ("--stride 0: expected 1 to 19",)),
-    Bad("questions without a prompt", EVALUATE, "choices run --data rows.jsonl", 3,
+    Bad("questions without a prompt", EVALUATE, "multiple-choice run --data rows.jsonl", 3,
         ("rows.jsonl: line 1: expected a text as 'prompt' or 'question'",)),
-    Bad("an answer that is no choice", EVALUATE, "choices run --data q.jsonl", 3,
+    Bad("an answer that is no choice", EVALUATE, "multiple-choice run --data q.jsonl", 3,
         ("q.jsonl: line 1: 'answer' is 2", "0 to 1"),
         text("q.jsonl", '{"prompt": "a", "choices": ["b", "c"], "answer": 2}'), chosen=True),
     Bad("tasks of nothing", EVALUATE, "harness run", 2, ("--tasks", "required"), chosen=True),
@@ -264,5 +267,5 @@ OF_OTHERS = [
 
 
 def every() -> Iterator[Bad]:
-    """All of them; their names differ."""
+    """Yield all mistakes; their names differ."""
     yield from (*OF_TEXTS, *OF_TOKEN_FILES, *OF_MODELS, *OF_OTHERS)

@@ -1,4 +1,4 @@
-"""A folder of small files of every kind that commands read, and ways to damage them."""
+"""A folder with small files of every kind that commands read, and ways to damage them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.unit.data.data_cases import train_bpe
 from tests.unit.model.transformers_models import model_of
 
 LONG = "n" * 300
-"""A name that no file system takes."""
+"""A name that is too long for any file system."""
 MODEL = model_of("llama_gqa").model_copy(update={"dtype": "fp32", "vocab_size": 257, "layers": 2})
 
 
 def make_folder(folder: Path) -> None:
-    """Texts, rows, token files, tokenizers, a run, and its model as Hugging Face has it."""
+    """Write texts, rows, token files, tokenizers, a run, and its model as a Hugging Face folder."""
     folder.mkdir()
     (folder / "texts.txt").write_text("the cat sat on a mat and ran away " * 200)
     rows = [json.dumps({"text": f"row {i}", "n": i}) + "\n" for i in range(20)]
@@ -55,13 +55,13 @@ def in_config(**changes: Any) -> Callable[[Path], None]:
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], object]:
-    """A file with this content."""
+    """Write a file with this content."""
     data = content if isinstance(content, bytes) else content.encode()
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def in_shard(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """The second shard with other tensors."""
+    """Change the tensors of the second shard."""
 
     def prepare(folder: Path) -> None:
         path = folder / "hf/model-00002-of-00002.safetensors"
@@ -73,7 +73,7 @@ def in_shard(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 
 
 def twice(folder: Path) -> None:
-    """A tensor of the first shard that the second one has too."""
+    """Add a tensor of the first shard to the second one."""
     first = load_file(folder / "hf/model-00001-of-00002.safetensors")
     in_shard(lambda state: state.update({"model.embed_tokens.weight": first.popitem()[1]}))(folder)
 
@@ -87,7 +87,7 @@ def with_manifest(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def cut_off(name: str, nbytes: int) -> Callable[[Path], None]:
-    """A file without its last bytes."""
+    """Remove the last bytes of a file."""
 
     def prepare(folder: Path) -> None:
         (path,) = folder.glob(name)
@@ -101,5 +101,5 @@ def gone(name: str) -> Callable[[Path], None]:
 
 
 def swapped(folder: Path) -> None:
-    """The ids of one file, the index of another."""
+    """Pair the ids of one file with the index of another."""
     (folder / "big.idx").rename(folder / "t.idx")

@@ -6,12 +6,12 @@ from tests.parity.jobs import ROOT
 
 SHARED = (
     "all.py",
-    "by_autograd.py",
+    "autograd_llama.py",
     "common.py",
     "corpus.py",
     "deepspeed_peer.py",
     "fake_world.py",
-    "lasting.py",
+    "timed_operations.py",
     "megatron_peer.py",
     "model_memory.py",
     "peer_row.py",
@@ -19,6 +19,6 @@ SHARED = (
     "plain_gpt.py",
     "slow_link.py",
     "token_indices.py",
-    "turns.py",
+    "interleaved_timing.py",
 )
 BENCHMARKS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)

@@ -1,4 +1,4 @@
-"""Outcomes of cases that have to be equal to the bit, or all to that of the reference."""
+"""Outcomes of cases that have to be bitwise equal, or all equal to the reference's outcome."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.parity.ranks import Case, Outcome, check_case, run_cases
 
 
 def outcomes_of(cases: list[Case]) -> list[list[Outcome]]:
-    """Per case, the outcomes of all ranks."""
+    """Return, for each case, the outcomes of all ranks."""
     results = run_world(cases[0].world, run_cases, cases)
     return [[outcomes[i] for outcomes in results] for i in range(len(cases))]
 
 
 def check_groups(groups: list[list[Case]]) -> None:
-    """Of cases of one world: the first of each group computes what the reference does, the others
-    the same bits."""
+    """Check groups of cases of one world: in each group the first case computes what the reference
+    does, and the others the same bits."""
     cases = [case for group in groups for case in group]
     results = run_world(cases[0].world, run_cases, cases, timeout_s=60 + 10 * len(cases))
     found = dict(zip(cases, map(list, zip(*results, strict=True)), strict=True))
@@ -32,7 +32,7 @@ def check_groups(groups: list[list[Case]]) -> None:
 
 
 def assert_bitwise(actual: list[Outcome], expected: list[Outcome]) -> None:
-    """Losses, norms, every owned gradient and every copy of every weight, on every rank."""
+    """Assert equal losses, norms, owned gradients and weights (every replica) on every rank."""
     for a, b in zip(actual, expected, strict=True):
         assert a.losses == b.losses
         assert a.norms == b.norms

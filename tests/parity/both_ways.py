@@ -1,4 +1,4 @@
-"""Runs with random weights, and folders of Hugging Face's with the same model."""
+"""Runs with random weights, and Hugging Face folders with the same model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_run(folder: Path, case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_both_ways(folder: Path) -> Path:
-    """Write a run, and the same model in two shards as Hugging Face has it; return `folder`."""
+    """Write a run, and the same model as a Hugging Face folder of two shards; return `folder`."""
     checkpoint = write_checkpoint(
         folder / "run", MODEL, init_random(MODEL, seed=5, dtype=torch.float32)
     )

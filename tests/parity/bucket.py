@@ -14,12 +14,13 @@ TEXTS = {
     "a/deep/3.txt": b"three",
     "b.txt": b"b",
 }
-"""Its objects by name."""
+"""Objects of the bucket, by name."""
 
 
 @contextmanager
 def filled() -> Iterator[Any]:
-    """Yield the file system with :data:`TEXTS` below memory://bucket, which goes in the end."""
+    """Yield the file system with :data:`TEXTS` below memory://bucket; remove the bucket in the
+    end."""
     system = fsspec.filesystem("memory")
     for name, content in TEXTS.items():
         system.pipe(f"/bucket/{name}", content)

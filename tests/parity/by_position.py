@@ -1,4 +1,4 @@
-"""Gradients of the plain reference that come from some positions of the sequences."""
+"""Gradients of the plain reference, split by the positions that they come from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def grads_by_position(
     parts: Sequence[Sequence[int]],
     objective: Callable[[Params], Tensor],
 ) -> list[Params]:
-    """The gradients of a function of all weights, for each of `parts`, of what its positions do
-    with them, in fp64.
+    """Return the fp64 gradients of a function of all weights that come from the positions of each
+    of `parts`.
 
-    The parts have each position once, so their gradients add up to the gradient.
+    Each position is in one part, so the gradients of the parts add up to the gradient.
     """
     learning = reference.trained(params)
     copies = {n: [params[n].detach().requires_grad_() for _ in parts] for n in learning}
@@ -32,10 +32,10 @@ def grads_by_position(
 
 
 class _Copies:
-    """Equal copies of a weight, each of which some positions use.
+    """Equal copies of a weight, one for each part of the positions.
 
-    A function of it and of activations [b, s, ...] is computed with each copy; each position's
-    result is that of its own.
+    A function of the weight and of activations [b, s, ...] is computed with each copy; each
+    position takes the result of its own copy.
     """
 
     def __init__(self, copies: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> None:
@@ -46,7 +46,7 @@ class _Copies:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
-        """A function of activations and copies."""
+        """Call a function of activations and copies with each copy."""
         named = kwargs or {}
         parts = next(x.parts for x in (*args, *named.values()) if isinstance(x, cls))
 
@@ -60,7 +60,7 @@ class _Copies:
         return _of_each(found, parts)
 
     def at(self, position: int) -> Tensor:
-        """The one that a position uses."""
+        """Return the copy that a position uses."""
         (number,) = (i for i, part in enumerate(self.parts) if position in part)
         return self.copies[number]
 
@@ -75,13 +75,13 @@ class _Copies:
         return _Copies([number + x for x in self.copies], self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        """A part of the weight, or [b, s, ...] of tokens [b, s]."""
+        """Return a part of the weight or, for tokens [b, s], their rows [b, s, ...]."""
         found = [x[index] for x in self.copies]
         return _of_each(found, self.parts) if torch.is_tensor(index) else _Copies(found, self.parts)
 
 
 def _of_each(found: Sequence[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
-    """Of results [b, s, ...] by part those at its positions."""
+    """Join results [b, s, ...] of the parts: each position takes the result of its part."""
     order = torch.tensor([position for part in parts for position in part])
     joined = torch.cat([x[:, list(part)] for x, part in zip(found, parts, strict=True)], 1)
     return joined[:, order.argsort()]

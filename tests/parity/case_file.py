@@ -1,5 +1,5 @@
-"""The cases of a matrix as a file: ``python -m tests.parity.pair_runs find`` makes it, which takes
-minutes, and a run draws some of them."""
+"""The cases of a matrix as a file. ``python -m tests.parity.pair_runs find`` writes it, which takes
+minutes; a run draws some of the cases."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.parity import draw
 
 FOLDER = Path(__file__).parent / "pair_cases"
 BUDGETS_S = {"parity": 90.0, "stale": 30.0}
-"""Seconds of each matrix in a run."""
+"""Seconds that each matrix takes in a run."""
 COMMITS = 60
-"""After so many all cases should have had their turn."""
+"""Number of commits after which all cases should have run."""
 SHARE = 0.95
-"""What :data:`COMMITS` should hold of the cases."""
+"""Share of the cases that :data:`COMMITS` commits should run."""
 UNMEASURED_S = 3.0
-"""What a case counts as before it has been measured."""
+"""Seconds that count for a case before it has been measured."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class PairCase:
     """A case of a matrix."""
 
     values: Mapping[str, Any]
-    """By dimension; what is not here is plain. Tuples are lists."""
+    """Value of each dimension; missing ones are plain. Tuples are lists."""
     seconds: float | None = None
-    """How long it takes on two idle cores, without the start of its processes."""
+    """Seconds on two idle cores, without the start of the processes."""
 
     @functools.cached_property
     def id(self) -> str:
-        """Eight letters and digits for the values."""
+        """Eight letters and digits that stand for the values."""
         text = json.dumps(self.values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -72,12 +72,12 @@ def write(matrix: str, cases: Sequence[PairCase], impossible: Sequence[Impossibl
 
 
 def drawn(matrix: str) -> list[PairCase]:
-    """The cases of this run."""
+    """Return the cases of this run."""
     return _draws(matrix)[-1]
 
 
 def share_line(matrix: str) -> str:
-    """Which share of the cases the last commits have had, this run's among them."""
+    """Describe the share of the cases that the last commits have run, this run included."""
     cases, _ = read(matrix)
     every = _draws(matrix)
     recent = every[-COMMITS:]
@@ -90,7 +90,7 @@ def share_line(matrix: str) -> str:
 
 @functools.cache
 def _draws(matrix: str) -> list[list[PairCase]]:
-    """What the last commits have had, and last what this run has."""
+    """Return the cases of the last commits, and as the last ones those of this run."""
     before = [
         tree for tree in draw.trees_since(path_of(matrix), 2 * COMMITS) if tree != draw.seed()
     ]

@@ -19,7 +19,7 @@ LLAMA = (
     "{% endif %}"
 )
 FORGETFUL = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'] | lower)")
-"""Writes a message otherwise when it is not the last one."""
+"""A template that writes a message differently if it is not the last one."""
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}"
@@ -27,13 +27,13 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}"
 )
-"""Forgetful, and says itself what the assistant's turns are."""
+"""A template like FORGETFUL that marks the assistant's turns itself."""
 NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>")
 NAMES += ("<|start_header_id|>", "<|end_header_id|>")
 
 
 def tokenizer() -> Tokenizer:
-    """Bytes, some pairs of them, and the marks."""
+    """Make a tokenizer of bytes, some pairs of them, and the marks."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [("a", "n"), ("h", "e"), ("o", "u"), ("Ċ", "Ċ"), ("Ġ", "t"), ("Ġt", "he")]
     names = [*NAMES, *alphabet, *("".join(pair) for pair in pairs)]
@@ -45,8 +45,8 @@ def tokenizer() -> Tokenizer:
 
 
 def conversation(*texts: str) -> list[dict[str, Any]]:
-    """Messages of these texts, of user and assistant in turn; one that begins with ``!`` is of the
-    system."""
+    """Make messages of these texts, from user and assistant in turn; one that begins with ``!`` is
+    the system's."""
 
     def each() -> Iterator[dict[str, Any]]:
         turn = 0

@@ -1,10 +1,10 @@
-"""A case's outcomes against the reference: losses, gradients, norms, updates, all copies.
+"""A case's outcomes against the reference: losses, gradients, norms, updates, all replicas.
 
-Each step is checked by itself, from the weights and states that the ranks had before it, so that
-errors do not pile up from step to step, and a gradient that is zero but for rounding (a key bias's)
-does no harm under a rule that divides by its size. The first weights are known and the first states
-zero, so the steps together are the whole training. What is plain fp64 AdamW is also compared with
-the reference's own training, from the first weights to the last.
+Each step is checked by itself, from the weights and states that the ranks had before it. So errors
+do not accumulate, and a gradient that is zero up to rounding (a key bias's) does no harm under a
+rule that divides by its size. The first weights are known and the first states zero, so the steps
+together are the whole training. Plain fp64 AdamW is also compared with the reference's own
+training, from the first weights to the last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from megapipe.checkpoint.regions import whole
 from tests.parity import plain_rules, reference
 from tests.parity.cases import LR, Case, batch_of, configure, plain, settings, validation_samples
-from tests.parity.choices import whole_choices
 from tests.parity.compare import assert_scalar_close, assert_within
 from tests.parity.dropout_noise import noise_of
 from tests.parity.expected import (
@@ -47,20 +46,22 @@ from tests.parity.mixture import (
 )
 from tests.parity.outcome import Outcome, assemble
 from tests.parity.reference import Params
+from tests.parity.routing_margins import whole_choices
 from tests.parity.routing_noise import is_random
 from tests.parity.updates import STEP_ERROR, Update, Values, rounds, spacing, states_of
 
 DRAWS = 32
-"""Errors of the plain computation in the case's type of which the largest counts. They may be small
-all together: often it is a single place where roundings grow that decides how large they are."""
+"""Number of drawn errors of the plain computation in the case's type; the largest one counts. All
+may be small: often their size depends on a single place where rounding errors grow."""
 
 
 def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
-    """Loss, every gradient, gradient norm, every weight and state, every copy, validation loss."""
+    """Check loss, every gradient, gradient norm, every weight, state and replica, validation
+    loss."""
     values = [values_at(case, outcomes, i) for i in range(case.steps + 1)]
     check_beginning(case, values[0])
     given: list[list[Tensor]] = [[] for _ in range(case.steps + 1)]
-    if case.dtype != "fp64":  # in which the reference chooses by itself
+    if case.dtype != "fp64":  # in fp64 the reference chooses by itself
         given = [choices_at(case, outcomes, i) for i in range(case.steps + 1)]
     held_out = validation(case, values[0]["model"], given[0])
     check_loss("validation loss", [o.validation for o in outcomes], held_out)
@@ -97,14 +98,14 @@ def check_case(case: Case, outcomes: Sequence[Outcome]) -> None:
 
 
 def trains_alone(case: Case) -> bool:
-    """Whether the reference can train by itself and be compared with in the end."""
+    """Whether the reference can train by itself and be compared at the end."""
     exact = case.dtype == "fp64" and case.reduce_dtype is None
     random = case.dropout or is_random(case)
     return exact and case.rule == "adamw" and not random and not case.look_ahead
 
 
 def copied(like: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]) -> Params:
-    """Whole tensors from the copies of all ranks, of which the last one counts."""
+    """Build whole tensors from the weights of all ranks; the last rank's value counts."""
     full = {name: torch.full_like(tensor, math.nan) for name, tensor in like.items()}
     for name, box, values in itertools.chain.from_iterable(copies):
         full[name][box.inside(whole(tuple(full[name].shape)))] = torch.from_numpy(values)
@@ -112,8 +113,9 @@ def copied(like: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]) -> Pa
 
 
 def check_ahead(case: Case, values: Values, found: Params, lr: float, count: int) -> None:
-    """The weights are those that plain formulas predict from masters and states after `count`
-    updates, the last one with `lr`, but for the roundings of that and to the model's type."""
+    """Check that the weights are those that plain formulas predict from masters and states after
+    `count` updates, the last one with `lr`. Rounding in the prediction and to the model's type is
+    allowed."""
     config, masters = configure(case)[0].optimizer, of_trained(values)["model"]
     ahead, allowed, distance = dict(values["model"]), {}, int(case.look_ahead) * lr
     for name, master in masters.items():
@@ -131,7 +133,7 @@ def check_ahead(case: Case, values: Values, found: Params, lr: float, count: int
 
 
 def values_at(case: Case, outcomes: Sequence[Outcome], i: int) -> Values:
-    """Weights and states after `i` steps."""
+    """Return weights and states after `i` steps."""
     config, _ = configure(case)
     like = reference.shapes(config.model, config.lora)
     shapes = {name: torch.empty(shape) for name, shape in like.items()}
@@ -145,20 +147,20 @@ def values_at(case: Case, outcomes: Sequence[Outcome], i: int) -> Values:
 
 
 def of_trained(values: Values) -> Values:
-    """Weights and states without frozen weights."""
+    """Return weights and states without frozen weights."""
     names = reference.trained(values["model"])
     return {kind: {name: of[name] for name in names} for kind, of in values.items()}
 
 
 def check_frozen(before: Params, now: Params) -> None:
-    """What is not trained has not changed by a bit, but for what routers keep."""
+    """Check that what is not trained, except router state, is bitwise unchanged."""
     for name in before.keys() - set(reference.trained(before)):
         if not kept(name):
             assert now[name].equal(before[name]), f"{name}: a frozen weight has changed"
 
 
 def check_kept(case: Case, before: Params, after: Params, told: Sequence[float]) -> None:
-    """What routers keep has moved as the choices of the step say, to the bit."""
+    """Check that router state has moved as the step's choices say, bitwise."""
     model, numbers = settings(case).model, list(told)
     counts: list[list[int]] = []
     counted: list[list[int]] = []
@@ -190,7 +192,7 @@ def check_beginning(case: Case, values: Values) -> None:
 
 
 def choices_at(case: Case, outcomes: Sequence[Outcome], i: int) -> list[Tensor]:
-    """What tokens have chosen in validation (0) or a step, of each layer with experts."""
+    """Return the choices of tokens in validation (0) or a step, for each layer with experts."""
     if case.moe is None:
         return []
     samples = case.batch * case.m * case.dp if i else validation_samples(case)
@@ -199,7 +201,7 @@ def choices_at(case: Case, outcomes: Sequence[Outcome], i: int) -> list[Tensor]:
 
 
 def check_loss(what: str, found: Sequence[float], loss: Loss) -> None:
-    """On every rank."""
+    """Compare the loss of every rank."""
     for value in found:
         difference = abs(value - loss.exact)
         assert difference <= loss.allowed, (
@@ -209,8 +211,8 @@ def check_loss(what: str, found: Sequence[float], loss: Loss) -> None:
 
 
 def check_routing(case: Case, told: Told, outcomes: Sequence[Outcome], step: int) -> None:
-    """Which choices layers with experts have dropped, and what every rank was told of them: how
-    many, counts, and in fp64 the terms."""
+    """Check which choices MoE layers have dropped, and the routing statistics of every rank: the
+    number dropped, counts, and in fp64 the terms."""
     chosen = choices_at(case, outcomes, step + 1)
     for number, (choices, dropped) in enumerate(zip(chosen, told.dropped, strict=True)):
         others = dropped ^ {tuple(each) for each in (choices < 0).nonzero().tolist()}
@@ -237,8 +239,8 @@ def check_gradients(
     step: int,
     given: Sequence[Tensor],
 ) -> Told:
-    """At the weights that the ranks had, under `given` choices of experts; returns what routing
-    tells there."""
+    """Check gradients at the weights that the ranks had, under `given` choices of experts. Return
+    the reference's routing record."""
     batch = batch_of(plain(case), step)
     errors = (plain_error(case, weights, batch, step, draw, given) for draw in range(DRAWS))
     known = gradients_at(case, weights, batch, step, given)
@@ -249,7 +251,8 @@ def check_gradients(
 def compare_gradients(
     case: Case, grads: Params, known: Gradients, errors: Iterable[Params]
 ) -> None:
-    """As far from what is known as the case's type allows, of which there are `errors`."""
+    """Assert that gradients are as close to the known ones as the case's type allows; `errors` are
+    errors of that type."""
     if case.dtype == "fp64":
         local = {name: 1e-10 * scale for name, scale in known.scales.items()}
         allowed = {name: travel + local[name] for name, travel in known.travel.items()}
@@ -261,8 +264,8 @@ def compare_gradients(
 
 
 def check_travelled(case: Case, grads: Params, known: Gradients) -> None:
-    """What should have been exchanged in a narrow type has lost what that type cannot hold, of
-    experts and of other parameters."""
+    """Check that gradients to be reduced in a narrow type have lost what it cannot hold, for
+    experts and for other parameters."""
     local = 1e-10 if case.dtype == "fp64" else 64 * ROUNDING[case.dtype]
     limits = {name: local * scale for name, scale in known.scales.items()}
     for kind in (False, True):
@@ -274,9 +277,9 @@ def check_travelled(case: Case, grads: Params, known: Gradients) -> None:
 
 
 def check_errors(grads: Params, known: Gradients, errors: Iterable[Params]) -> None:
-    """At most twice the error of the plain computation: the largest of those drawn.
+    """Assert at most twice the error of the plain computation: the largest of those drawn.
 
-    Most are so by the first, and more are not drawn then.
+    Most gradients pass with the first draw; then no more are drawn.
     """
     largest = {name: torch.zeros_like(grad) for name, grad in known.exact.items()}
     failure: AssertionError | None = None
@@ -296,7 +299,8 @@ def check_errors(grads: Params, known: Gradients, errors: Iterable[Params]) -> N
 
 
 def kind_of(name: str) -> str:
-    """The same for a parameter of all layers, and for all norms: "qkv.weight", "norm.bias"."""
+    """Return a name that is equal for a parameter of all layers, and for all norms: "qkv.weight",
+    "norm.bias"."""
     *_, module, last = name.split(".")
     return f"{'norm' if module.endswith('norm') else module}.{last}"
 
@@ -304,8 +308,8 @@ def kind_of(name: str) -> str:
 def check_copies(
     case: Case, masters: Params, copies: Sequence[Sequence[tuple[str, Any, Any]]]
 ) -> None:
-    """Every copy of a weight that a rank computes with is the master, or the weight ahead of it,
-    in the model's type."""
+    """Check that every weight that a rank computes with is the master, or the predicted weight, in
+    the model's type."""
     rounded = {n: w.double() for n, w in reference.as_computed(masters, case.dtype).items()}
     for name, box, found in itertools.chain.from_iterable(copies):
         wanted = rounded[name][box.inside(whole(tuple(rounded[name].shape)))]
@@ -316,7 +320,7 @@ def check_copies(
 
 
 def check_training(case: Case, outcomes: Sequence[Outcome], grads: Sequence[Params]) -> None:
-    """Losses, gradients, norms and weights of all steps, from the first weights on."""
+    """Check losses, gradients, norms and weights of all steps, from the first weights on."""
     steps, _ = expected(plain(case), wire_of(case))
     for i, ref in enumerate(steps):
         reference.assert_grads_close(grads[i], ref.grads)
@@ -340,7 +344,7 @@ def check_weights(
 
 
 def assert_same_bits(one: Outcome, other: Outcome, name: str) -> None:
-    """Two outcomes of a rank, of the same layout, are bitwise the same."""
+    """Assert that two outcomes of a rank, of one layout, are bitwise equal."""
     assert one.losses == other.losses, name
     assert one.norms == other.norms, name
     for mine, others in zip((*one.grads, *one.copies), (*other.grads, *other.copies), strict=True):

@@ -1,4 +1,4 @@
-"""A copy of what a fresh clone has, and commands in it."""
+"""A copy of the files of a fresh clone, and commands in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from tests.parity.jobs import ROOT
 
 CONSOLE = "import sys\nfrom megapipe.console import main\nsys.exit(main())\n"
-"""What pip writes for an entry point."""
+"""The script that pip writes for an entry point."""
 
 
 def make_clone(clone: Path) -> None:
-    """Fill `clone` with what git has of this tree, and a .venv that is complete: the packages of
-    this one."""
+    """Fill `clone` with the files that git has of this tree, and a .venv with the packages of this
+    one."""
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -47,7 +47,7 @@ def make_clone(clone: Path) -> None:
 
 
 def run(clone: Path, script: list[str], *, binaries: Path = Path(sys.executable).parent) -> str:
-    """Run commands in one shell that stops at the first that fails; what they print."""
+    """Run commands in one shell that stops at the first failure; return what they print."""
     kept = ("HOME", "LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS")
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", "\n".join(script)],

@@ -1,4 +1,4 @@
-"""Faults of coded rows, seeded one at a time: parity has to notice each."""
+"""Faults of the wire types of rows, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def one_step_for_all_rows() -> Patch:
 
 
 def values_are_cut_off() -> Patch:
-    """And not rounded to the nearest."""
+    """Truncate values, which should be rounded to the nearest."""
     coded = Int8Codec.encode
 
     def wrong(self: Int8Codec, rows: Tensor) -> Tensor:

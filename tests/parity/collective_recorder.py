@@ -1,6 +1,6 @@
-"""A recorder of collectives: what each was given, and whether anything was computed beside it.
+"""A recorder of collectives: their sizes, and whether anything was computed beside them.
 
-A collective is *exposed* if no product of matrices is computed between its begin and its wait.
+A collective is *exposed* if no product of matrices is computed between its start and its wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.distributed import collectives
 
 BEGIN = ("start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_all_to_all")
-"""What begins a collective; the functions that wait at once call these."""
+"""Functions that start a collective; those that wait at once call them."""
 PRODUCTS = ("mm", "addmm", "addmm_")
 
 
@@ -27,20 +27,20 @@ PRODUCTS = ("mm", "addmm", "addmm_")
 class Call:
     name: str
     elements: int
-    """Of the whole tensor: what a reduction sums, what a gather gives."""
+    """Elements of the whole tensor: the input of a reduction, the output of a gather."""
     exposed: bool = True
     ranks: tuple[int, ...] = field(default=(), compare=False)
-    """Its group."""
+    """Ranks of the group."""
     group: str = field(default="", compare=False)
-    """The name of that; several may be of the same ranks."""
+    """Name of the group; several groups may have the same ranks."""
     bytes: int = field(default=0, compare=False)
-    """Of the whole tensor, like `elements`."""
+    """Bytes of the whole tensor, like `elements`."""
     lengths: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    """What each rank of an all-to-all of uneven pieces is sent, and is received from."""
+    """Lengths sent to, and received from, each rank in an all-to-all of uneven parts."""
 
 
 class Recorder(TorchDispatchMode):
-    """The collectives that this process begins, in order, while it is :func:`recording`."""
+    """The collectives that this process starts, in order, while it is :func:`recording`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Recorder(TorchDispatchMode):
         return [call.name for call in self.calls if call.exposed]
 
     def wrap(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """`begin` for a group of several; its own calls of other collectives are parts of it."""
+        """Wrap `begin` for groups of several ranks; collectives that it calls itself count as its
+        parts."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             axis = next(arg for arg in args if isinstance(arg, collectives.Axis))

@@ -1,4 +1,4 @@
-"""Whether tensors by name agree, and how far they are apart where they do not."""
+"""Comparison of named tensors, with how far apart they are if they differ."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,15 +9,15 @@ from torch import Tensor
 def assert_grads_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10
 ) -> None:
-    """Per tensor max|a - b| <= tolerance x max(max|b| of the tensor, 1e-3 x max|b| over all).
+    """Assert per tensor max|a - b| <= tolerance x max(max|b|, 1e-3 x max|b| over all tensors).
 
-    The second term is for gradients that are zero but for rounding, such as a key bias's.
+    The second term is for gradients that are zero up to rounding, such as a key bias's.
     """
     _assert_close("gradient", actual, expected, gradient_scales(expected), tolerance)
 
 
 def gradient_scales(grads: Mapping[str, Tensor]) -> dict[str, float]:
-    """What errors of gradients are measured by: see :func:`assert_grads_close`."""
+    """Return the unit of each gradient's error: see :func:`assert_grads_close`."""
     floor = 1e-3 * max(_largest(g) for g in grads.values())
     return {name: max(_largest(g), floor) for name, g in grads.items()}
 
@@ -28,7 +28,7 @@ def assert_weights_close(
     lr: float,
     tolerance: float = 1e-10,
 ) -> None:
-    """Per tensor max|a - b| <= tolerance x max(max|b| of the tensor, lr)."""
+    """Assert per tensor max|a - b| <= tolerance x max(max|b|, lr)."""
     scales = {name: max(_largest(w), lr) for name, w in expected.items()}
     _assert_close("weight", actual, expected, scales, tolerance)
 
@@ -42,12 +42,13 @@ def assert_error_like(
     slack: Mapping[str, Tensor] | None = None,
     kind: Callable[[str], str] = str,
 ) -> None:
-    """`actual` is at most `factor` times as far from `expected` as `baseline` is: for bf16.
+    """Assert that `actual` is at most `factor` times as far from `expected` as `baseline`: for
+    bf16.
 
-    Distances are root-mean-square ones per tensor; a baseline counts as at least 1e-3 x the
-    rounding (2**-8) of the largest value over all, as for the gradients in `assert_grads_close`.
-    `slack` are errors of single elements that come on top. Tensors of one `kind`, by name, are
-    taken together, each in units of its size: the error of a few values is itself uncertain.
+    Distances are RMS per tensor. A baseline counts as at least 1e-3 x the rounding (2**-8) of the
+    largest value over all, as for the gradients in `assert_grads_close`. `slack` are additional
+    errors of single elements. Tensors of one `kind`, by name, are compared together, each in units
+    of its size: the error of a few values is itself uncertain.
     """
     _assert_same_tensors(actual, expected)
     _assert_same_tensors(baseline, expected)
@@ -74,7 +75,7 @@ def assert_within(
     expected: Mapping[str, Tensor],
     allowed: Mapping[str, Tensor],
 ) -> None:
-    """Per element |a - b| <= allowed."""
+    """Assert per element |a - b| <= allowed."""
     _assert_same_tensors(actual, expected)
     for name, wanted in expected.items():
         difference = (actual[name].double() - wanted.double()).abs()
@@ -90,7 +91,7 @@ def assert_within(
 
 
 def assert_scalar_close(what: str, actual: float, expected: float, tolerance: float) -> None:
-    """|actual - expected| <= tolerance x |expected|."""
+    """Assert |actual - expected| <= tolerance x |expected|."""
     assert abs(actual - expected) <= tolerance * abs(expected), (
         f"{what} {actual} is not {expected}: relative difference is "
         f"{abs(actual / expected - 1):.3g}, above {tolerance:.3g}"
@@ -106,7 +107,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    """difference / scale, with anything that is not a finite number as infinite."""
+    """Return difference / scale; infinity if it is not a finite number."""
     if difference == 0:
         return 0.0
     ratio = difference / scale if scale else math.inf

@@ -1,4 +1,4 @@
-"""Stages with compiled blocks: their orders of operations, and what they compute."""
+"""Stages with compiled blocks, in several orders of operations, and their results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stage_of(model: ModelConfig, compiler: Compiler | None) -> tuple[Stage, Buck
 
 
 def run(stage: Stage, bucket: Bucket, order: str) -> Outcome:
-    """The operations of `order` on micro-batches of 8 positions and 2 rows."""
+    """Run the operations of `order` on micro-batches of 8 positions and 2 samples."""
     bucket.zero_grad()
     shape = (8, 2, stage.module.config.hidden)
     dtype = TORCH_DTYPES[stage.module.config.dtype]
@@ -84,7 +84,7 @@ def run(stage: Stage, bucket: Bucket, order: str) -> Outcome:
 
 
 def assert_close(found: Outcome, right: Outcome, tolerance: float) -> None:
-    """Every tensor within `tolerance` of the largest of its own values."""
+    """Assert every tensor within `tolerance` of the largest of its own values."""
     for i, (y, y_, x, x_) in enumerate(
         zip(found.outputs, right.outputs, found.input_grads, right.input_grads, strict=True)
     ):
@@ -120,7 +120,7 @@ def check(
     sharding = Sharding(Axis.alone(), False, TORCH_DTYPES[model.dtype], kernels=kernels)
     device = torch.device("cpu")
     check_compiled(
-        model, sharding, length=8, rows=[2], again=again, documents=documents, device=device
+        model, sharding, length=8, rows=[2], recompute=again, documents=documents, device=device
     )
 
 

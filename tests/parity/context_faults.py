@@ -11,20 +11,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megapipe.context import entries as entries_of
+from megapipe.context import score_rects as entries_of
 from megapipe.context.documents import within_documents
-from megapipe.context.entries import ScoreRect
 from megapipe.context.positions import Positions
+from megapipe.context.score_rects import ScoreRect
 from megapipe.distributed.axis import Axis
-from megapipe.layers import block_calls, reshard, ring_attention
+from megapipe.layers import attention_tiles, ring_attention, ulysses_all_to_all
 from megapipe.layers.context import ContextAttention
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout import buckets
 from megapipe.layout.layout import Layout
 from megapipe.model.gpt import stage as gpt_stage
-from megapipe.ops import score_blocks
-from megapipe.ops.block_attention import CpuFlash
+from megapipe.ops import score_tiles
 from megapipe.ops.scores import ScoreModifiers
+from megapipe.ops.tile_attention import CpuFlash
 from megapipe.optim.optimizer import Optimizer
 from megapipe.train.feed import Feed
 from tests.parity.faults import Patch
@@ -72,7 +72,7 @@ def documents_by_local_row() -> Patch:
         rows = Positions.whole(q.count), Positions.whole(k.count)
         return within_documents(found, *rows, ids)
 
-    return mock.patch.object(block_calls, "within_documents", wrong)
+    return mock.patch.object(attention_tiles, "within_documents", wrong)
 
 
 def unseen_rows_have_an_lse_of_zero() -> Patch:
@@ -98,7 +98,7 @@ def outputs_merged_without_rescaling() -> Patch:
 
 
 def gradients_by_the_output_of_one_block() -> Patch:
-    """D, the sum of output times gradient, is taken of a block in the place of all keys."""
+    """Compute D, the sum of output times gradient, from one tile instead of all keys."""
     right = CpuFlash.backward
 
     def wrong(self: CpuFlash, **given: Any) -> Any:
@@ -121,21 +121,21 @@ def gradients_of_the_last_hop_lost() -> Patch:
 def the_home_s_part_added_twice() -> Patch:
     of = ring_attention._Backward._sum
 
-    def wrong(self: Any, kind: Any, home: int) -> Any:
-        if (kind, home) == ("keys", self.me):
-            for total in self._grads_of(kind, home):
+    def wrong(self: Any, kind: Any, owner: int) -> Any:
+        if (kind, owner) == ("keys", self.me):
+            for total in self._grads_of(kind, owner):
                 total.mul_(2)
-        return of(self, kind, home)
+        return of(self, kind, owner)
 
     return mock.patch.object(ring_attention._Backward, "_sum", wrong)
 
 
 def a_stale_bundle() -> Patch:
-    """Buffers are one round off."""
+    """Read buffers one round off."""
 
-    def wrong(self: Any, kind: Any, home: int) -> Any:
-        found = _bundle(self, kind, home)
-        if kind == "queries" or home == self.me:
+    def wrong(self: Any, kind: Any, owner: int) -> Any:
+        found = _bundle(self, kind, owner)
+        if kind == "queries" or owner == self.me:
             return found
         before = vars(self).get("before", self.own(kind))
         self.before = found
@@ -146,7 +146,7 @@ def a_stale_bundle() -> Patch:
 
 @contextmanager
 def causal_where_strictly_causal() -> Iterator[None]:
-    """In striped order, of keys that are after the query of their row."""
+    """Use a causal mask in striped order where it should be strictly causal."""
     right = entries_of._striped
 
     def wrong(queries: Positions, keys: Positions) -> tuple[ScoreRect, ...]:
@@ -163,7 +163,7 @@ def causal_where_strictly_causal() -> Iterator[None]:
 
 
 def heads_in_the_wrong_order() -> Patch:
-    right = reshard._exchange
+    right = ulysses_all_to_all._exchange
 
     def wrong(x: Tensor, split_dim: int, gather_dim: int, axis: Axis) -> Tensor:
         y = right(x, split_dim, gather_dim, axis)
@@ -171,7 +171,7 @@ def heads_in_the_wrong_order() -> Patch:
             return y
         return torch.cat(y.chunk(axis.size, gather_dim)[::-1], gather_dim)
 
-    return mock.patch.object(reshard, "_exchange", wrong)
+    return mock.patch.object(ulysses_all_to_all, "_exchange", wrong)
 
 
 def gradients_of_copied_key_heads_not_added() -> Patch:
@@ -215,10 +215,10 @@ def norm_counted_once_by_every_rank_of_cp() -> Patch:
 
 
 def keys_of_an_earlier_slice_from_the_wrong_round() -> Patch:
-    def wrong(self: Any, kind: Any, home: int) -> Any:
-        found = _bundle(self, kind, home)
+    def wrong(self: Any, kind: Any, owner: int) -> Any:
+        found = _bundle(self, kind, owner)
         earlier = len(found[0]) - len(_bundle(self, "queries", self.me)[0])
-        if kind == "queries" or home == self.me or not earlier:
+        if kind == "queries" or owner == self.me or not earlier:
             return found
         own = self.own("keys")
         return tuple(
@@ -229,12 +229,12 @@ def keys_of_an_earlier_slice_from_the_wrong_round() -> Patch:
 
 
 def distances_by_local_row() -> Patch:
-    right = score_blocks._tensor
+    right = score_tiles._tensor
 
     def wrong(positions: Positions, q: Tensor) -> Tensor:
         return right(Positions.whole(positions.count), q)
 
-    return mock.patch.object(score_blocks, "_tensor", wrong)
+    return mock.patch.object(score_tiles, "_tensor", wrong)
 
 
 def slopes_of_the_first_heads() -> Patch:

@@ -1,4 +1,4 @@
-"""Checkpoints and folders of Hugging Face's of small models with random weights."""
+"""Checkpoints and Hugging Face folders of small models with random weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def write_checkpoint(
     tokenizer: str = "byte",
     lora: LoraConfig | None = None,
 ) -> Checkpoint:
-    """A run folder with a checkpoint of step 3 of a resolved model, without optimizer state."""
+    """Write a run folder with a checkpoint of step 3 of a resolved model, without optimizer
+    state."""
     config = Config(
         model=model,
         lora=lora or LoraConfig(),
@@ -45,13 +46,13 @@ def write_checkpoint(
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors files in a folder."""
+    """Return all tensors of the safetensors files in a folder."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, types and bits."""
+    """Assert equal names, types and bits."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name

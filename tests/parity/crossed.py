@@ -1,4 +1,4 @@
-"""A schedule in which ranks take micro-batches in another order than that of their arrival."""
+"""A schedule in which ranks take micro-batches in another order than they arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megapipe.schedule.placement import vee
 
 
 def crossed() -> Schedule:
-    """A V whose second rank takes the micro-batches in the opposite order of their arrival."""
+    """Build a V whose second rank takes the micro-batches in the opposite order of their
+    arrival."""
     forward = {0: ((0, 0), (0, 1), (0, 2), (3, 2), (3, 0), (3, 1))}
     forward[1] = ((1, 2), (1, 1), (1, 0), (2, 2), (2, 0), (2, 1))
     backward = {0: ((3, 1), (3, 0), (3, 2), (0, 0), (0, 2), (0, 1))}

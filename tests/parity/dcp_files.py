@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, by one process or several."""
+"""Folders of torch.distributed.checkpoint, written by one process or several."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from tests.parity.converted import state_of
 
 
 def save_dcp(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a state dict as torch.distributed.checkpoint does it."""
+    """Write a state dict as torch.distributed.checkpoint does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that one process writes
         dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
 
 
 def save_shards(world: World, folder: Path) -> None:
-    """Each rank saves its rows of each tensor, as fully sharded data parallelism has it, and then
-    its columns."""
+    """Save, on each rank, its rows of each tensor, as with FSDP, and then its columns."""
     mesh = init_device_mesh("cpu", (world.size,))
     state = state_of(folder / "hf")
     for dim in (0, 1):

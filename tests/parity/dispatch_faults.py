@@ -1,4 +1,4 @@
-"""Faults of the ways of tokens to experts, seeded one at a time: parity has to notice each."""
+"""Faults of expert dispatch, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What of long lists a run has: it is drawn anew for each commit.
+"""Draws, for each commit anew, the part of long lists of cases that a run takes.
 
-The seed is the tree of the commit, so two runs of one commit are the same, and another commit has
-other cases. The variable MEGAPIPE_SEED (``--seed`` of pytest) repeats the draw of any.
+The seed is the commit's tree: two runs of one commit take the same cases, and another commit takes
+others. The variable MEGAPIPE_SEED (``--seed`` of pytest) repeats an earlier draw.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLE = "MEGAPIPE_SEED"
 
 
 class Drawable(Protocol):
-    """What can be drawn."""
+    """An item that can be drawn."""
 
     @property
     def id(self) -> str: ...
@@ -35,19 +35,19 @@ Item = TypeVar("Item", bound=Drawable)
 
 @functools.cache
 def seed() -> str:
-    """What this run draws by."""
+    """Return the seed of this run's draws."""
     return os.environ.get(VARIABLE) or git("rev-parse", "HEAD^{tree}") or "no commit"
 
 
 def number(below: int, *names: object) -> int:
-    """A number from 0 on, by the seed and the names of what is drawn."""
+    """Draw a number below `below`, from the seed and the names of what is drawn."""
     return _digest(seed(), *names) % below
 
 
 def draws(items: Sequence[Item], seeds: Iterable[str], budget_s: float) -> list[list[Item]]:
-    """What a run of each of the seeds has, one after the other: the items that have waited longest,
-    as many as take `budget_s` seconds, in an order by the seed where they have waited equally
-    long."""
+    """Return the items that a run with each of the seeds takes, one run after the other. A run
+    takes those that have waited longest, up to `budget_s` seconds; the seed orders items that have
+    waited equally long."""
     waited = dict.fromkeys((each.id for each in items), 0)
     found = []
     for given in seeds:
@@ -63,7 +63,7 @@ def draws(items: Sequence[Item], seeds: Iterable[str], budget_s: float) -> list[
 
 
 def trees_since(path: Path, most: int) -> list[str]:
-    """The trees of the commits since there is a file, this one's last; at most so many."""
+    """Return the trees of the commits since the file exists, newest last; at most `most`."""
     began = git("log", "--format=%H", "--diff-filter=A", "--", str(path.relative_to(ROOT)))
     if not began:
         return []

@@ -1,8 +1,8 @@
-"""The dropout of a step as the contract has it: random numbers are functions of coordinates.
+"""The dropout of a step as docs define it: random numbers are functions of coordinates.
 
-A micro-batch's noise is that of torch's generator after the seed of (run seed, place, step, number
-of the micro-batch, layer, tp rank where the tensor is split). It is drawn here for the whole batch
-at once; nothing of the package is asked but what seed coordinates have.
+A micro-batch's noise comes from torch's generator after the seed of (run seed, place, step, number
+of the micro-batch, layer, tp rank if the tensor is split). It is drawn here for the whole batch at
+once; only the seeds of coordinates come from the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.parity.routing_noise import routing_noise_of
 
 
 def noise_of(case: Case, step: int) -> Noise | None:
-    """What the reference multiplies by in a step of whole micro-batches, and the random numbers of
+    """Return the factors of dropout in a step of whole micro-batches, and the random numbers of
     routing; None: nothing is random."""
     of_routing = routing_noise_of(case, step)
     if not case.dropout:
@@ -31,12 +31,12 @@ def noise_of(case: Case, step: int) -> Noise | None:
 
 
 def _batch(case: Case, step: int, place: str, layer: int) -> Tensor:
-    """Of all rows: [b, s, h], of attention [b, heads, s, s]."""
+    """Draw the noise of all samples: [b, s, h], for attention [b, heads, s, s]."""
     return torch.cat([_microbatch(case, step, i, place, layer) for i in range(case.dp * case.m)])
 
 
 def _microbatch(case: Case, step: int, index: int, place: str, layer: int) -> Tensor:
-    """Joined from what the tp ranks draw: parts of the heads, or of the sequence."""
+    """Join the draws of the tp ranks: parts of the heads, or of the sequence."""
     config = settings(case)
     split = place == "attention" or case.sequence_parallel
     parts = []
@@ -52,13 +52,14 @@ def _microbatch(case: Case, step: int, index: int, place: str, layer: int) -> Te
 
 
 def _of_rows(case: Case, length: int, hidden: int) -> Tensor:
-    """[b, length, h], drawn as [length, b, h]."""
+    """Return [b, length, h], drawn as [length, b, h]."""
     ones = torch.ones(length, case.batch, hidden, dtype=COMPUTE_DTYPES[case.dtype])
     return F.dropout(ones, case.dropout).transpose(0, 1).double()
 
 
 def _of_heads(case: Case, heads: int) -> Tensor:
-    """[b, heads, s, s], read off torch's attention: uniform over what is seen, values one-hot."""
+    """Return [b, heads, s, s], read from torch's attention: uniform over what is seen, values
+    one-hot."""
     s, dtype = case.sequence, COMPUTE_DTYPES[case.dtype]
     q = torch.zeros(case.batch, heads, s, s, dtype=dtype)
     v = torch.eye(s, dtype=dtype).expand(case.batch, heads, s, s)

@@ -1,4 +1,4 @@
-"""What the plain single-process reference says of a case."""
+"""Results of the plain single-process reference for a case."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megapipe.optim.lr import learning_rate
 from tests.parity import reference
 from tests.parity.by_position import grads_by_position
 from tests.parity.cases import END, Case, batch_of, configure, plain, settings, validation_samples
-from tests.parity.choices import check_choices
 from tests.parity.dropout_noise import noise_of
 from tests.parity.mixture import Told, Wire, of_experts
 from tests.parity.reference import Batch, Params
+from tests.parity.routing_margins import check_choices
 
 ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of a rounding to the nearest value."""
@@ -28,8 +28,8 @@ ROUNDING = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-
 
 @functools.lru_cache(maxsize=64)
 def expected(case: Case, wire: Wire | None = None) -> tuple[list[reference.Step], float]:
-    """The steps of AdamW from the first weights on, and the validation loss, of a plain case whose
-    rows of experts go through `wire`."""
+    """Return the steps of AdamW from the first weights on, and the validation loss, of a plain
+    case. Rows of experts go through `wire`."""
     config, _ = configure(case)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     lr = [learning_rate(config.optimizer, i, case.steps) for i in range(case.steps)]
@@ -43,15 +43,16 @@ def expected(case: Case, wire: Wire | None = None) -> tuple[list[reference.Step]
 
 
 def wire_of(case: Case) -> Wire | None:
-    """What rows of experts go through, if that is anything."""
+    """Return the wire that rows of experts go through, or None."""
     if case.codec == "none" and case.topology is None:
         return None
     return Wire(case.codec, case.etp, near_of(case))
 
 
 def near_of(case: Case) -> tuple[tuple[float, ...], ...]:
-    """Of each sample of the global batch: micro-batches go to the data-parallel ranks in turn, of
-    which neighbours have the experts, on nodes of `node` ranks each."""
+    """Return the bandwidths of each sample of the global batch to the experts' ranks. Micro-batches
+    go to the data-parallel ranks in turn; neighbouring ranks have the experts, on nodes of `node`
+    ranks each."""
     if case.topology is None:
         return ()
     own, near, *far = case.topology
@@ -66,7 +67,7 @@ def near_of(case: Case) -> tuple[tuple[float, ...], ...]:
 
 
 def told_of(case: Case, given: Sequence[Tensor] = ()) -> Told:
-    """For what layers with experts tell, under `given` choices."""
+    """Make an empty routing record for layers with experts, under `given` choices."""
     return Told(case.batch, given=given, wire=wire_of(case) or Wire())
 
 
@@ -76,7 +77,7 @@ def document_end(case: Case) -> int | None:
 
 @dataclass
 class Loss:
-    """A mean loss in fp64, and how far the case's type may be from it."""
+    """A mean loss in fp64, and the error that the case's type may have."""
 
     exact: float
     allowed: float
@@ -88,15 +89,16 @@ class Gradients:
 
     exact: Params
     scales: dict[str, float]
-    """Per tensor, what relative errors are relative to."""
+    """Unit of relative errors, per tensor."""
     told: Told
-    """Of layers with experts."""
+    """Routing record of layers with experts."""
     travel: Params
-    """Errors of single elements that narrower types on the way between replicas may add."""
+    """Errors of single elements that narrower types between replicas may add."""
 
 
 def validation(case: Case, params: Mapping[str, Tensor], given: Sequence[Tensor] = ()) -> Loss:
-    """The loss of the validation samples, without dropout; `given` are choices of experts."""
+    """Return the loss of the validation samples, without dropout, under `given` choices of
+    experts."""
     rows = validation_samples(case)
     tokens, labels, mask = (t[:rows] for t in batch_of(plain(case), 0))
     return loss_at(case, params, (tokens, labels, mask), None, given)
@@ -109,7 +111,7 @@ def loss_at(
     noise: reference.Noise | None,
     given: Sequence[Tensor] = (),
 ) -> Loss:
-    """The loss at these weights, under `given` choices of experts, which are checked."""
+    """Return the loss at these weights, under `given` choices of experts, which are checked."""
     model, end = settings(case).model, document_end(case)
     tokens, labels, mask = batch
     told = [told_of(case, given) for _ in range(2)]
@@ -123,12 +125,12 @@ def loss_at(
 
 
 def mean_loss(case: Case, exact: Tensor, rounded: Tensor) -> Loss:
-    """The mean of the losses of tokens, which are `rounded` in the case's type.
+    """Return the mean of the tokens' losses; `rounded` are the losses in the case's type.
 
-    In a narrower type than fp64 the mean over tokens may be wrong by twice what is to be expected:
-    as much as a plain one's tokens are (root of the mean square, which no mean exceeds), and by the
-    roundings of the sum, which is in fp32: of n tokens of a micro-batch, one after the other, the
-    k-th addition rounds a sum of k tokens.
+    In a narrower type than fp64 the mean may be wrong by twice the sum of two errors. One is the
+    RMS error of a plain computation's tokens, which no mean exceeds. The other is rounding of the
+    fp32 sum: it adds the n tokens of a micro-batch one by one, and addition k rounds a sum of k
+    tokens.
     """
     mean = exact.mean().item() if exact.numel() else 0.0
     if case.dtype == "fp64":
@@ -149,7 +151,7 @@ def of_tokens(
     noise: reference.Noise | None,
     told: Told | None = None,
 ) -> Tensor:
-    """Losses [b, s], computed in `dtype`, in fp64."""
+    """Return losses [b, s] as fp64, computed in `dtype`."""
     weights = reference.as_computed(params, dtype)
     with torch.no_grad():
         return reference.token_losses(weights, model, tokens, labels, end, noise, told).double()
@@ -162,7 +164,7 @@ def gradients_at(
     step: int,
     given: Sequence[Tensor] = (),
 ) -> Gradients:
-    """The gradients of a step at these weights, under `given` choices of experts."""
+    """Return the gradients of a step at these weights, under `given` choices of experts."""
     model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
     exact_model = model.model_copy(update={"dtype": "fp64"})
     told = told_of(case, given)
@@ -178,11 +180,11 @@ def gradients_at(
 def plain_error(
     case: Case, params: Params, batch: Batch, step: int, draw: int, given: Sequence[Tensor] = ()
 ) -> Params:
-    """How far gradients of the reference in the case's type are from those in fp64.
+    """Return the errors of the reference's gradients in the case's type, compared with fp64.
 
-    Rounding errors are random numbers, more or less, and those of the first layers grow on their
-    way: `draw` 0 has the errors at these weights, others have them at neighbouring ones, about
-    a rounding of bf16 away.
+    Rounding errors are more or less random, and those of the first layers grow on their path.
+    `draw` 0 has the errors at these weights, others have them at neighbouring ones, about a
+    rounding of bf16 away.
     """
     model, end, noise = settings(case).model, document_end(case), noise_of(case, step)
     params = neighbours(params, draw)
@@ -199,7 +201,7 @@ def plain_error(
 
 
 def neighbours(params: Mapping[str, Tensor], draw: int) -> Params:
-    """Weights about a rounding of bf16 away from these, which are `draw` 0."""
+    """Return weights about a rounding of bf16 away from these; `draw` 0: these themselves."""
     if not draw:
         return dict(params)
     generator = torch.Generator().manual_seed(draw)
@@ -210,11 +212,11 @@ def neighbours(params: Mapping[str, Tensor], draw: int) -> Params:
 
 
 def travel_rounding(case: Case, *, experts: bool = False) -> float:
-    """Relative error of gradients on their way, of the sum of the sizes of what is summed up; those
-    of `experts` go to fewer ranks, or to more.
+    """Return the relative error of reduced gradients, in units of the summed sizes of their terms.
+    Gradients of `experts` are reduced over fewer ranks, or more.
 
-    Slices go to their owners; with equal slices the sums of these go to each other, and the total
-    back: one rounding or three.
+    Shards go to their owners. With equal shards of several groups, the sums are exchanged between
+    these, and the total goes back: one rounding or three.
     """
     main = "fp64" if case.dtype == "fp64" else "fp32"
     copies = case.grid.num_replicas(over_ep=experts)
@@ -242,7 +244,7 @@ def travelling(
     noise: reference.Noise | None,
     given: Sequence[Tensor],
 ) -> Params:
-    """Most that the types in which gradients travel add to the error of each."""
+    """Return the largest error of each gradient that the types of reductions can add."""
     errors = [travel_rounding(case, experts=experts) for experts in (False, True)]
     if not any(errors):
         return {name: torch.zeros_like(params[name]) for name in reference.trained(params)}
@@ -258,9 +260,8 @@ def summed_sizes(
     noise: reference.Noise | None,
     given: Sequence[Tensor] = (),
 ) -> Params:
-    """Sum of |gradient| over micro-batches, over the positions of each rank that shares them, and,
-    of a tied embedding, over its uses: at least the sum over any parts of the gradient that are
-    made of these."""
+    """Return the sum of |gradient| over micro-batches, over the positions of each rank that shares
+    them, and over the uses of a tied embedding. It bounds the sum of sizes of any coarser parts."""
     apart = model.model_copy(update={"tied_embeddings": False})
     uses = dict(params)
     if model.tied_embeddings:
@@ -298,8 +299,8 @@ def summed_sizes(
 
 
 def held_positions(case: Case) -> list[list[list[int]]]:
-    """Of each rank of cp its positions, by slice and, where layers have experts, by the tp rank
-    whose tokens they are; so the gradients of experts on any rank are made of theirs."""
+    """Return the positions of each cp rank, by slice and, with experts, by the tp rank that has the
+    tokens. The gradients of experts on any rank are sums over these."""
     _, layout = configure(case)
     parts = case.tp if case.moe is not None and case.sequence_parallel else 1
     starts = [0, *itertools.accumulate(layout.slice_lengths)]
@@ -313,7 +314,7 @@ def held_positions(case: Case) -> list[list[list[int]]]:
 
 
 def first_weights(case: Case) -> Params:
-    """What the masters of a case begin with, and frozen weights in the model's type; fp64."""
+    """Return the first masters of a case, and frozen weights in the model's type; fp64."""
     config = settings(case)
     params = reference.init_random(config.model, seed=3, lora=config.lora)
     master = torch.bfloat16 if case.master == "none" else reference.MASTER_DTYPES[case.dtype]

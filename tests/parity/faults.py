@@ -1,4 +1,4 @@
-"""Faults that the field has really had, seeded one at a time: parity has to notice each.
+"""Bugs that frameworks of this field have had, seeded one at a time: parity has to notice each.
 
 Every fault is a patch of one place in the package, applied inside the ranks of a test world.
 """
@@ -32,14 +32,14 @@ from megapipe.model.gpt.stage import GPTStage
 from megapipe.ops import attention
 from megapipe.optim import buffers
 from megapipe.optim import shard as shards
-from megapipe.optim.departure import BucketLauncher
+from megapipe.optim.bucket_launch import BucketLauncher
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules.rule import Range, Rule, StateSlice
 from megapipe.optim.shard import Shard
 from megapipe.schedule.ir import Schedule
 from megapipe.testing import World, run_world
 from megapipe.train.feed import Feed, LocalTokens
-from megapipe.train.step.own_totals import StepTotals
+from megapipe.train.step.local_stats import StepTotals
 from tests.parity.ranks import Case, Outcome, run_case
 
 Patch = AbstractContextManager[Any]
@@ -54,7 +54,7 @@ Fetched = dict[Key, MicroBatch]
 
 
 def scaled(module: Any, name: str, factor: float) -> Patch:
-    """A function whose result is `factor` times what it should be."""
+    """Patch a function so that its result is `factor` times what it should be."""
     function: Callable[..., Tensor] = getattr(module, name)
     return mock.patch.object(module, name, lambda *args: function(*args) * factor)
 
@@ -64,7 +64,7 @@ def tied_uses_not_added() -> Patch:
 
 
 def tied_gradient_not_reduced_over_its_holders() -> Patch:
-    """Each holder reduces over dp only, as if the other stage's use did not exist."""
+    """Reduce on each holder over dp only, without the other stage's use."""
     groups = buckets._groups
 
     def wrong(config: Any, layout: Any, rank: int, *_: Any, **kind: bool) -> Any:
@@ -104,7 +104,7 @@ def weight_gradients_overwritten_instead_of_added() -> Patch:
 
 
 def microbatches_swapped_between_stages() -> Patch:
-    """The last stage takes the labels of another micro-batch than its input's."""
+    """Give the last stage the labels of another micro-batch than its input's."""
     forward = Stage.forward
     begin = Executor.begin
 
@@ -126,7 +126,7 @@ def microbatches_swapped_between_stages() -> Patch:
 
 
 def _fetched(change: Callable[[Feed, Fetched], Fetched]) -> Patch:
-    """Every step's micro-batches changed on their way to the stages."""
+    """Change every step's micro-batches after they are fetched."""
     fetch = Feed.fetch
 
     def wrong(self: Feed, *args: Any) -> tuple[Fetched, int]:
@@ -137,7 +137,7 @@ def _fetched(change: Callable[[Feed, Fetched], Fetched]) -> Patch:
 
 
 def wrong_denominator() -> Patch:
-    """Each micro-batch takes the mean over its own tokens, as if all had as many."""
+    """Divide each micro-batch's loss by its own tokens, as if all had equally many."""
 
     def change(feed: Feed, microbatches: Fetched) -> Fetched:
         share = len(microbatches) * feed.layout.dp
@@ -151,7 +151,7 @@ def wrong_denominator() -> Patch:
 
 
 def token_count_of_one_replica_only() -> Patch:
-    """The denominator is the replica's own count: the gradient grows with dp."""
+    """Divide by the replica's own token count: the gradient grows with dp."""
 
     def change(feed: Feed, microbatches: Fetched) -> Fetched:
         return {
@@ -162,7 +162,7 @@ def token_count_of_one_replica_only() -> Patch:
 
 
 def halves_of_a_micro_batch_swapped() -> Patch:
-    """The first stage takes one half for the other, the last one does not."""
+    """Let the first stage, but not the last, swap the halves of micro-batches."""
     fetch = Feed.fetch
 
     def wrong(self: Feed, schedule: Schedule, *args: Any) -> tuple[Fetched, int]:
@@ -178,7 +178,7 @@ def halves_of_a_micro_batch_swapped() -> Patch:
 
 
 def stale_receive_buffer() -> Patch:
-    """From the second message on a receive returns the buffer of the one before."""
+    """Return, from the second message on, the buffer of the receive before."""
     receive = channels._Incoming.receive
 
     def wrong(self: Any) -> Tensor:
@@ -226,12 +226,12 @@ def recomputed_with_other_random_numbers() -> Patch:
 
 
 def replicated_gradients_not_reduced_between_holders() -> Patch:
-    """Each holder of a stage updates its slice with what it has seen itself."""
+    """Let each holder of a stage update its shard with its own gradients only."""
     return gradients_not_reduced_over_replicas()
 
 
 def replicated_stage_has_a_bucket_of_each_holder_s_own() -> Patch:
-    """As if one rank held it: all holders reduce over dp only."""
+    """Reduce on all holders over dp only, as if one rank held the stage."""
     return tied_gradient_not_reduced_over_its_holders()
 
 
@@ -248,7 +248,7 @@ def loss_of_one_holder_of_the_last_stage_only() -> Patch:
 
 
 def clipped_by_the_local_norm() -> Patch:
-    """Each rank clips by what it owns itself."""
+    """Clip on each rank by the norm of what it owns."""
 
     @contextmanager
     def patches() -> Iterator[None]:
@@ -256,8 +256,8 @@ def clipped_by_the_local_norm() -> Patch:
 
         def wrong(self: Optimizer, lr: float, factor: float) -> None:
             local = sum(shard.grad.double().square().sum().item() for shard in self.shards)
-            assert self.config.clip is not None
-            update(self, lr, min(1.0, self.config.clip / local**0.5))
+            assert self.config.max_grad_norm is not None
+            update(self, lr, min(1.0, self.config.max_grad_norm / local**0.5))
 
         with mock.patch.object(Optimizer, "update", wrong):
             yield
@@ -275,7 +275,7 @@ def norms_and_biases_decay() -> Patch:
 
 
 def gradients_leave_before_those_that_are_put_off() -> Patch:
-    """A piece of a stage leaves while a weight gradient of it waits for the next collective."""
+    """Start a bucket's reduction while a weight gradient in it is still deferred."""
     came = BucketLauncher.gradient_ready
     return mock.patch.object(
         BucketLauncher, "gradient_ready", lambda self, parameter, _: came(self, parameter, ())
@@ -283,10 +283,10 @@ def gradients_leave_before_those_that_are_put_off() -> Patch:
 
 
 def gradients_leave_a_piece_too_early() -> Patch:
-    """When the first of their own has come in."""
+    """Start each reduction when the first of its gradients has arrived."""
 
     def wrong(self: BucketLauncher, parameter: Parameter, waiting: Iterable[Parameter]) -> None:
-        self._send(self._place.get(spec_of(parameter).name, 0) + 1)
+        self._send(self._bucket_of.get(spec_of(parameter).name, 0) + 1)
 
     return mock.patch.object(BucketLauncher, "gradient_ready", wrong)
 
@@ -306,7 +306,7 @@ def positions_start_at_zero_in_every_slice() -> Patch:
 
 
 def a_slice_attends_as_if_it_were_the_first() -> Patch:
-    """The causal mask is put into the upper left corner of the scores."""
+    """Put the causal mask into the upper left corner of the scores."""
     return mock.patch.object(attention, "lower_right", lambda s, t, _: causal_upper_left(s, t))
 
 
@@ -315,7 +315,7 @@ def key_and_value_gradients_of_later_slices_dropped() -> Patch:
 
 
 def recomputed_from_a_stale_input() -> Patch:
-    """From the second recomputation on the input is that of the one before."""
+    """Use, from the second recomputation on, the input of the one before."""
 
     def wrong(self: Stage, key: Key) -> None:
         inputs = self._inputs.pop(key)
@@ -327,12 +327,12 @@ def recomputed_from_a_stale_input() -> Patch:
 
 
 def column_input_gradient_not_reduced() -> Patch:
-    """The all-reduces of the linear layers' backward are left out, those of forward are not."""
+    """Leave out the all-reduces of the linear layers' backward, but not of the forward."""
     return mock.patch.object(linear, "start_sum", lambda partial, sharding: (partial, done))
 
 
 def small_error_in_a_reduction() -> Patch:
-    """1e-6 on top of each sum: far below what a loss curve shows."""
+    """Add 1e-6 to each sum: far below what a loss curve shows."""
     start_sum = linear.start_sum
 
     def wrong(partial: Tensor, sharding: Sharding) -> tuple[Tensor, Wait]:
@@ -344,7 +344,7 @@ def small_error_in_a_reduction() -> Patch:
 
 
 def last_layer_lost() -> Patch:
-    """A stage runs all its layers but the last one."""
+    """Run all layers of a stage except the last one."""
     hidden = GPTStage.hidden
 
     def wrong(self: GPTStage, *args: Any, **options: Any) -> Tensor:
@@ -359,7 +359,7 @@ def last_layer_lost() -> Patch:
 
 
 def replicated_adapter_gradients_summed_over_tp() -> Patch:
-    """A matrix that every tp rank holds whole, with its whole gradient, counts tp times."""
+    """Count a matrix tp times that every tp rank holds whole, with its whole gradient."""
 
     def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
         return replicated_linear(sharding, replace(spec, heads_partial=True))
@@ -368,7 +368,7 @@ def replicated_adapter_gradients_summed_over_tp() -> Patch:
 
 
 def replicated_adapter_gradients_of_one_sequence_shard() -> Patch:
-    """What covers the positions of one tp rank is taken for all of it."""
+    """Take the gradient from one tp rank's positions for the whole gradient."""
 
     def wrong(sharding: Sharding, spec: ParameterSpec) -> ColumnParallelLinear:
         return replicated_linear(sharding, replace(spec, sequence_partial=False))
@@ -386,8 +386,8 @@ def adapters_of_one_tp_rank_left_out_of_the_norm() -> Patch:
 
 
 def adapters_not_scaled() -> Patch:
-    def wrong(self: lora.Adapter, x: Tensor, graph_only: bool = False) -> Tensor:
-        y: Tensor = self.b(self.a(x), graph_only)
+    def wrong(self: lora.Adapter, x: Tensor, skip_output: bool = False) -> Tensor:
+        y: Tensor = self.b(self.a(x), skip_output)
         return y
 
     return mock.patch.object(lora.Adapter, "forward", wrong)
@@ -404,7 +404,7 @@ def adapter_of_keys_added_to_values() -> Patch:
 
 
 def frozen_weights_are_trained() -> Patch:
-    """They decay as others do."""
+    """Decay frozen weights like the others."""
 
     def wrong(self: Optimizer, lr: float, factor: float = 1.0) -> None:
         update(self, lr, factor)
@@ -416,7 +416,7 @@ def frozen_weights_are_trained() -> Patch:
 
 
 OUTRIGHT = {"padded_logits_in_the_softmax": "embedding.word.weight: the padding is not zero"}
-"""Faults that fail before anything is compared, and how."""
+"""Faults that fail before anything is compared, and their errors."""
 FAULTS: dict[Callable[[], Patch], Case] = {
     tied_uses_not_added: Case(),
     tied_gradient_not_reduced_over_its_holders: PIPELINE,
@@ -458,7 +458,7 @@ FAULTS: dict[Callable[[], Patch], Case] = {
 
 
 def run_with(world: World, fault: Callable[[], Patch], case: Case) -> Outcome | str:
-    """The case with one fault; the message where the fault makes it fail outright."""
+    """Run the case with one fault. Return the message if the fault makes it fail outright."""
     with fault():
         try:
             return run_case(world, case)
@@ -467,7 +467,8 @@ def run_with(world: World, fault: Callable[[], Patch], case: Case) -> Outcome | 
 
 
 def run_with_dropout(world: World) -> list[list[Outcome]]:
-    """Alike but for recomputation: without, with, and with other random numbers."""
+    """Run three cases that differ only in recomputation: without it, with it, and with other random
+    numbers."""
     plain = Case(pp=2, m=3, dropout=0.2, masked=0.3, in_process=True, tied=False)
     recomputing = replace(plain, schedule="varuna")
     with recomputed_with_other_random_numbers():
@@ -482,7 +483,7 @@ def run_with_each(world: World, faults: Mapping[Callable[[], Patch], Case]) -> l
 def outcomes_of_faults(
     faults: Mapping[Callable[[], Patch], Case], run: Callable[..., list[Any]] = run_with_each
 ) -> dict[str, list[Any]]:
-    """Per fault, every rank's outcome: what `run` returns for it."""
+    """Return, for each fault, every rank's outcome: what `run` returns for it."""
     found: dict[str, list[Any]] = {}
     for size in sorted({case.world for case in faults.values()}):
         mine = {fault: case for fault, case in faults.items() if case.world == size}

@@ -18,12 +18,12 @@ BATCH = 8
 
 
 def first_losses(world: World, each: list[list[str]]) -> list[float]:
-    """The losses of several runs' first steps."""
+    """Return the losses of several runs' first steps."""
     return [first_loss(world, argv)[0] for argv in each]
 
 
 def first_loss(world: World, argv: list[str]) -> tuple[float, list[np.ndarray[Any, Any]]]:
-    """The loss of a run's first step, and tokens, labels and mask of its batch."""
+    """Return the loss of a run's first step, and tokens, labels and mask of its batch."""
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(argv).config, world.size, tokenizer.vocab_size)
     mesh = world.mesh(

@@ -1,7 +1,7 @@
-"""The process that processes of tests are forks of: it has loaded what they use.
+"""The server from which processes of tests are forked: it has loaded what they use.
 
-What a fork would load for itself costs every rank of every world as much as its test. No file of
-tests is among it: some of them register a family, a schedule or a rule.
+Loading a module in every rank of every world may take as long as the test. Test files are not among
+the modules: some of them register a family, a schedule or a rule.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _OURS = ("megapipe.data.commands", "megapipe.convert.commands", "megapipe.model.
 
 
 def loaded() -> list[str]:
-    """The modules that a server loads, the last of which closes the list."""
-    return [*testing.PRELOAD, *_LIBRARIES, *_OURS, "tests.parity.frozen"]
+    """Return the modules that a server loads; the last one closes the list."""
+    return [*testing.PRELOAD, *_LIBRARIES, *_OURS, "tests.parity.gc_freeze"]
 
 
 def start_server() -> None:
-    """Start the server that `multiprocessing` has one of, if it does not run."""
+    """Start the one server of `multiprocessing` if it does not run."""
     forkserver.set_forkserver_preload(loaded())
     forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""The game of making groups: each waits until it is the next one of all its members."""
+"""The order in which groups are made: each waits until it is the next one of all its members."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class Made(NamedTuple):
 
 
 def groups_made(world: int) -> list[Made]:
-    """By this process of `world` so far, in order, but for the group of all."""
+    """Return the groups that this process of `world` has made, in order, without the default
+    group."""
     default, *groups = dist.distributed_c10d._world.pg_group_ranks.items()
     assert list(default[1]) == list(range(world))
     return [Made(group.group_name, tuple(ranks)) for group, ranks in groups]
 
 
 def check_all_are_made(made: Sequence[Sequence[Made]]) -> None:
-    """A group is made when it is the next one of all its members."""
+    """Check that all groups get made if each waits until it is the next one of all its members."""
     left = [list(reversed(groups)) for groups in made]
     going = set(range(len(made)))
     while going:

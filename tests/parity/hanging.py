@@ -1,4 +1,4 @@
-"""Jobs of which one rank hangs: at an action of its program, or in a hook of the loop."""
+"""Jobs with one rank that hangs: at an action of its program, or in a hook of the loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def send_or_lose(self, message, tensor):
     if lost:
         lost.clear()
         self.sent = self.line.count()
-        self.under_way.append((Sent(), tensor))
+        self.in_flight.append((Sent(), tensor))
         self.unacknowledged += 1
     else:
         send(self, message, tensor)
@@ -95,34 +95,34 @@ callbacks = [Hook()]
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank hangs: it is stopped by a signal (stop), runs for ever (spin) or holds Python's lock
-    (lock), or the next message that it sends is lost (lose). Or it is killed (die), while a process
-    that it has started keeps its connections open for so many `seconds`."""
+    """A hang of a rank: it is stopped by a signal (stop), runs for ever (spin) or holds Python's
+    lock (lock), or its next message is lost (lose). Or it is killed (die), while a process that it
+    has started keeps its connections open for `seconds`."""
 
     rank: int
     kind: str
     step: int = 3
     action: int = 0
-    """Of its program, counted from 0, unless it is in a `hook`."""
+    """Index in the program, from 0; ignored if there is a `hook`."""
     hook: str = ""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What a job made of a fault."""
+    """How a job ended after a fault."""
 
     outcome: Outcome
     culprit: int | None
-    """The rank that it names."""
+    """Rank that the job names."""
     seconds: float
-    """From the fault to the end of the job."""
+    """Seconds from the fault to the end of the job."""
     noticed: float | None
-    """From the fault to the moment at which a monitor has noticed, by its own report."""
+    """Seconds from the fault until a monitor noticed it, by its own report."""
 
 
 def write_callbacks(folder: Path, fault: Fault) -> Path:
-    """A file of callbacks with a fault that comes once."""
+    """Write a file of callbacks with a fault that occurs once."""
     mark = folder / "fault"
     mark.touch()
     path = folder / "hanging.py"
@@ -133,8 +133,8 @@ def write_callbacks(folder: Path, fault: Fault) -> Path:
 def run_hanging(
     folder: Path, world: int, fault: Fault, *options: str, nodes: int = 1, **settings: str
 ) -> Hang:
-    """A job that is launched with `options`, on as many `nodes` of `world` ranks, to its end; the
-    fault comes once."""
+    """Run a job to its end, launched with `options` on `nodes` nodes of `world` ranks each; the
+    fault occurs once."""
     callbacks = write_callbacks(folder, fault)
     given = {**tiny(folder), **ENDLESS, "parallel.timeout_s": str(TIMEOUT_S)}
     given |= {"train.validate_every": "3", "checkpoint.every": "3", **settings}

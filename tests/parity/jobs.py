@@ -1,4 +1,5 @@
-"""Real jobs for tests: train.py under torchrun, by hand as several ranks, or as one process."""
+"""Real jobs for tests: train.py under torchrun, as several ranks without a launcher, or as one
+process."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OUR_FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/megapipe/|/train\.py", line')
-"""A line of a traceback that is in the program, and not in what is installed below its folder."""
+"""Matches a line of a traceback in the program, not in packages installed below its folder."""
 HOW_IT_ENDED = re.compile(r"megapipe: (error:|stopped by|rank \d+ was interrupted)")
-"""Beginnings of lines on how a job ended."""
+"""Matches beginnings of lines that say how a job ended."""
 LIMIT_S = 120.0
-"""A job that takes longer hangs."""
+"""Seconds after which a job counts as hanging."""
 MARK = "MEGAPIPE_TEST_JOB"
 LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|GROUP_|ROLE_|TORCH_CPP_LOG)"
 )
-"""Variables of launchers, and the one that tests set for processes that fork."""
+"""Matches variables of launchers, and the one that tests set for processes that fork."""
 
 
 def write_corpus(path: Path, words: int = 4000) -> Path:
-    """A text with some structure."""
+    """Write a text with some structure."""
     draw = random.Random(7)
     choice = ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "away"]
     path.write_text(" ".join(draw.choice(choice) for _ in range(words)))
@@ -39,7 +40,7 @@ def write_corpus(path: Path, words: int = 4000) -> Path:
 
 
 def tiny(folder: Path) -> dict[str, str]:
-    """Settings of a run that takes milliseconds a step, with all its files in `folder`."""
+    """Return settings of a run that takes milliseconds per step, with all its files in `folder`."""
     corpus = folder / "corpus.txt"
     if not corpus.exists():
         write_corpus(corpus)
@@ -72,15 +73,15 @@ def arguments(settings: Mapping[str, str]) -> list[str]:
 
 
 def clean_environ() -> dict[str, str]:
-    """The environment of this process without what a launcher of it has set."""
+    """Return this process's environment without what a launcher has set."""
     return {key: value for key, value in os.environ.items() if not LAUNCHERS.match(key)}
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below those that the system hands to connections.
+    """Return a port that nothing listens on, below the ports that the system gives to connections.
 
-    One of those may be taken by any program before the job listens there; a client that tries it
-    in vain may even be connected to itself.
+    Any program may get one of those before the job listens on it; a client that tries it in vain
+    may even be connected to itself.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
@@ -91,7 +92,7 @@ def free_port() -> int:
 
 @dataclass
 class Outcome:
-    """What a job left: all output, the exit codes of our processes, how long it took."""
+    """What a job left: all output, the exit codes of its processes, its duration."""
 
     text: str
     codes: list[int]
@@ -99,11 +100,11 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """Lines on how it ended."""
+        """Lines that say how it ended."""
         return [line for line in self.text.splitlines() if HOW_IT_ENDED.match(line)]
 
     def assert_one_line(self, code: int, *needles: str) -> None:
-        """One error line with these words, this exit code of every process, no traceback."""
+        """Assert one error line with these words, this exit code of every process, no traceback."""
         assert len(self.errors) == 1, self.text
         for needle in needles:
             assert needle in self.errors[0], self.errors[0]
@@ -168,7 +169,8 @@ class Job:
         self.start(["-m", "megapipe.launch", "--nproc", str(world), "train.py", *args])
 
     def ranks(self, world: int, args: Mapping[int, Sequence[str]], port: int | None = None) -> None:
-        """Some ranks of a world of `world`, each with arguments of its own, without a launcher."""
+        """Start some ranks of a world of `world`, each with its own arguments, without a
+        launcher."""
         common = {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
@@ -178,20 +180,20 @@ class Job:
             self.start(["train.py", *own], {**common, "RANK": str(rank)})
 
     def kill_ranks(self, needle: str) -> None:
-        """Kill what a launcher of this job has started, by -9, when the output has `needle`."""
+        """Kill the processes of this job's launcher, with -9, when the output has `needle`."""
         self.await_text(needle)
         for pid in self.pids().values():
             os.kill(pid, signal.SIGKILL)
 
     def await_text(self, needle: str, after: int = 0) -> None:
-        """Wait until the output has `needle`, beyond so many characters."""
+        """Wait until the output has `needle` after its first `after` characters."""
         while needle not in self.text[after:]:
             assert time.monotonic() < self.began + self.limit_s, self.text
             assert any(p.poll() is None for p in self.processes), self.text
             time.sleep(0.05)
 
     def await_store(self, port: int) -> None:
-        """Until somebody listens at it: the first launcher of several, which hosts the store."""
+        """Wait until the store listens on the port: the first of several launchers hosts it."""
         while self.began + self.limit_s > time.monotonic():
             with contextlib.suppress(OSError):
                 socket.create_connection(("localhost", port), timeout=1).close()
@@ -200,19 +202,20 @@ class Job:
         raise AssertionError(f"nobody listens at port {port}:\n{self.text}")
 
     def await_members(self, port: int, number: int) -> None:
-        """Wait until so many of its processes have a connection to the store at that port."""
+        """Wait until `number` of its processes have a connection to the store at that port."""
         while sum(is_connected(process.pid, port) for process in self.processes) < number:
             assert time.monotonic() < self.began + self.limit_s, self.text
             time.sleep(0.05)
 
     def await_handlers(self) -> None:
-        """Wait until all processes heed signals, which is before they import what is slow."""
+        """Wait until all processes handle signals, which is before their slow imports."""
         while not all(heeds_signals(process.pid) for process in self.processes):
             assert time.monotonic() < self.began + self.limit_s, self.text
             time.sleep(0.01)
 
     def end(self, left_behind_s: float = 15.0) -> Outcome:
-        """Wait for all processes, of which none may be left behind for longer."""
+        """Wait for all processes; none may outlive the first by more than `left_behind_s`
+        seconds."""
         codes = []
         for process in self.processes:
             try:
@@ -229,8 +232,8 @@ class Job:
         return Outcome(self.text, [int(first[1])] if first else codes, seconds)
 
     def pids(self) -> dict[int, int]:
-        """The process of each rank that a launcher of this job has started: one that it has forked
-        has a name, of one that it has spawned the environment tells."""
+        """Return the process of each rank that this job's launcher has started: a forked one has a
+        name, a spawned one has RANK in its environment."""
         forked, spawned = dict[int, int](), dict[int, int]()
         for pid in self.alive():
             with contextlib.suppress(OSError):
@@ -242,7 +245,7 @@ class Job:
         return forked or spawned
 
     def alive(self) -> Iterator[int]:
-        """Processes of this job, by its mark in their environment."""
+        """Yield the processes of this job, by its mark in their environment."""
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if f"{MARK}={self.mark}".encode() in environ.read_bytes():

@@ -1,4 +1,4 @@
-"""Rows of JSON, some of which lack the field of their text."""
+"""Rows of JSON, some of which lack the text field."""
 
 from __future__ import annotations
 

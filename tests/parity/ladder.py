@@ -1,4 +1,4 @@
-"""The GPU benchmarks as a package, and work of toy size for them."""
+"""The GPU benchmarks as a package, and toy-size work for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A launcher whose ranks run train.py with callbacks, as forks, as those of users' jobs are:
-``python tests/parity/launch_with.py FILE --nproc 2 train.py ...``.
+"""A launcher whose ranks run train.py with callbacks, as forks like those of user jobs: ``python
+tests/parity/launch_with.py FILE --nproc 2 train.py ...``.
 
-FILE is a Python file that gives `callbacks` a list. Each rank runs it, when it has torch.
+FILE is a Python file that sets `callbacks` to a list. Each rank runs it once it has torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def launched_with(file: Path, *arguments: str) -> list[str]:
-    """Arguments of Python that start the launcher of train.py with the callbacks of a file."""
+    """Return Python's arguments that start the launcher of train.py with the callbacks of a
+    file."""
     return [str(Path(__file__).relative_to(ROOT)), str(file), *arguments]
 
 
 def add_callbacks(file: str) -> None:
-    """Have runs of this process, and of its forks, run FILE and use its callbacks."""
+    """Make runs of this process, and of its forks, execute FILE and use its callbacks."""
     start = job.start
 
     def start_with(*args: Any, **given: Any) -> int:

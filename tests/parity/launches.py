@@ -1,9 +1,9 @@
-"""Scripts of the repository as processes, many in little time.
+"""Scripts of the repository as processes, many in a short time.
 
-:func:`fork_script` and :func:`run_forked` fork each one from a server that has torch and
-transformers loaded. What is left out is the launcher, the start of the interpreter and these
-imports; the rest is as on a command line: a process of its own, with its own arguments, folder,
-environment and streams, that runs the file of the script as ``__main__``.
+:func:`fork_script` and :func:`run_forked` fork each script from a server that has loaded torch and
+transformers. The launcher, the start of the interpreter and these imports are left out. The rest is
+as on a command line: a process with its own arguments, folder, environment and streams runs the
+script as ``__main__``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tests.parity.jobs import LAUNCHERS, LIMIT_S, ROOT, Outcome, free_port
 from tests.parity.privileges import obey_permissions
 
 PROCESSOR_S = 15.0
-"""Processor time that it may take to report a mistake; a machine may be shared."""
+"""Seconds of processor time within which a mistake is reported; the machine may be shared."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What is over: the exit code of a process, and what it wrote."""
+    """A process that has ended: its exit code, and what it wrote."""
 
     code: int
     out: str
     err: str
 
     def assert_one_line(self, code: int, *needles: str) -> None:
-        """It has said one line, with these words, and nothing else."""
+        """Assert that it has printed one line, with these words, and nothing else."""
         assert self.code == code, (self.code, self.err)
         assert self.err.count("\n") == 1, self.err
         assert self.err.startswith(("megapipe: error: ", "megapipe: stopped by ")), self.err
@@ -50,7 +50,7 @@ class Ended:
 
 
 def run_script(folder: Path, script: str, *argv: str) -> Ended:
-    """A script by an interpreter of its own, in `folder`, within :data:`PROCESSOR_S`."""
+    """Run a script in an interpreter of its own, in `folder`, within :data:`PROCESSOR_S`."""
     began = _processor_s()
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *argv],
@@ -65,13 +65,13 @@ def run_script(folder: Path, script: str, *argv: str) -> Ended:
 
 
 def _processor_s() -> float:
-    """Of all children that have ended."""
+    """Return the processor seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def fork_script(folder: Path, script: str, *argv: str) -> Ended:
-    """A script by a process of a server that has its modules loaded, in `folder`."""
+    """Run a script in a fork of a server that has loaded its modules, in `folder`."""
     (code,), out, err = _fork(folder, script, argv, 1, {}, LIMIT_S)
     return Ended(code, out, err)
 
@@ -87,11 +87,11 @@ def run_forked(
     last: Sequence[str] = (),
     limit_s: float = LIMIT_S,
 ) -> Outcome:
-    """A job of `ranks` such processes in `folder`.
+    """Run a job of `ranks` forked processes in `folder`.
 
-    `places` changes the variables by which a rank knows its place: {rank} in a value is its own
-    number, {port} that of the store; None: not set. Processes that are not `privileged` are bound
-    by permissions, even root's. The last rank has the arguments `last` besides.
+    `places` changes the variables that place a rank: {rank} in a value is its number, {port} the
+    store's; None: not set. Without `privileged` permissions bind the processes, even root's.
+    `last`: further arguments of the last rank.
     """
     began = time.monotonic()
     codes, out, err = _fork(
@@ -113,8 +113,8 @@ def _fork(
     privileged: bool = True,
     last: Sequence[str] = (),
 ) -> tuple[list[int], str, str]:
-    """Exit codes, and what all processes have written to both streams. What takes longer is
-    killed."""
+    """Return the exit codes, and what all processes have written to both streams. Kill what takes
+    longer than the limit."""
     context = multiprocessing.get_context("forkserver")
     start_server()
 

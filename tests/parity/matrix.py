@@ -1,4 +1,4 @@
-"""The dimensions of the parity matrix: values for the fields of a case, and what goes together."""
+"""The dimensions of the parity matrix: values for the fields of a case, and which go together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = (
     ("chimera_backward_halving", 1, None),
     ("seq1f1b", 1, 2),
 )
-"""Schedules with their chunks and slices: one of each kind of placement and of pieces."""
+"""Schedules with their chunks and slices: one for each kind of placement and of work items."""
 LAYOUTS = [
     (dp, 1, tp, 3 if (dp, tp, pp) == (1, 1, 4) else pp)
     for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
@@ -59,7 +59,7 @@ JOINT = {
     dimension: [name for name, about in SWITCHES.items() if about.dimension == dimension]
     for dimension in JOINT_VALUES
 }
-"""The fields that each of them gives values to."""
+"""Fields that each of these dimensions sets."""
 DIMENSIONS: dict[str, Sequence[Any]] = JOINT_VALUES | {
     name: about.values for name, about in SWITCHES.items() if about.values
 }
@@ -83,22 +83,24 @@ PLAIN_SHARE = {
     "resumed": 0.8,
     "rule": 0.4,
 }
-"""How often a drawn value is the plain one, where values are no equals. Any other costs: seconds if
-blocks are compiled, and else that the reference's own training is no longer what is expected."""
+"""How often a drawn value is the plain one, if values are not drawn evenly. Other values cost
+seconds if blocks are compiled; else they exclude a comparison with the reference's own training."""
 LAYERS = {"top 1, capacity 1": 4, "every second": 4}
-"""The fewest of which one has experts, where these are more than usual."""
+"""Minimum numbers of layers that include one with experts, if larger than usual."""
 OF_FOUR = ("double ring", "teams", "usp", "usp, context first")
-"""Contexts whose rings of two ranks are those of others."""
+"""Contexts that, on rings of two ranks, equal other contexts."""
 
 
 def _is_narrow(case: Case) -> bool:
     """Whether rows of an expert's width have too few bytes for a grouped product."""
-    width = MOE.get(case.moe or "", {}).get("ffn") or MODELS[case.model].get("ffn_hidden", 64)
+    width = MOE.get(case.moe or "", {}).get("expert_ffn_hidden") or MODELS[case.model].get(
+        "ffn_hidden", 64
+    )
     return width // case.etp * (4 if case.dtype == "fp32" else 2) % 16 > 0
 
 
 def _is_cut(case: Case) -> bool:
-    """Whether what passes the pipeline is less than a micro-batch."""
+    """Whether work items are smaller than a micro-batch."""
     return case.slices is not None or case.schedule == "chimera_backward_halving"
 
 
@@ -122,15 +124,16 @@ WITHOUT_EFFECT: list[Rule] = [
     (("codec", "experts", "moe"), lambda c: c.codec != "none" and c.ep * c.etp == 1),
     (("codec", "dispatch"), lambda c: c.codec != "none" and c.dispatch == "fetch"),
 ]
-"""Combinations that a configuration may have, in which one of the values does nothing."""
+"""Valid combinations in which one of the values has no effect."""
 BEYOND_THE_REFERENCE: list[Rule] = [
-    # in a narrow type what is rounded to which step is decided by other roundings
+    # in a narrow type, other rounding errors decide to which step a value is rounded
     (("codec", "dtype"), lambda c: c.codec != "none" and c.dtype != "fp64"),
     # equal tokens that begin a sequence or a document have equal weights
     (
         ("moe", "model"),
         lambda c: (
-            MOE.get(c.moe or "", {}).get("drop") == "score" and "positions" in MODELS[c.model]
+            MOE.get(c.moe or "", {}).get("drop_policy") == "score"
+            and "positions" in MODELS[c.model]
         ),
     ),
     # the reference draws the noise of whole micro-batches
@@ -138,11 +141,11 @@ BEYOND_THE_REFERENCE: list[Rule] = [
     # each rank traces for itself, and there are few cores
     (("compile", "layout", "in_process"), lambda c: c.compile and c.world > 4),
 ]
-"""Combinations that the package computes, and that no test can judge, or none in little time."""
+"""Combinations that the package computes, but that no test can judge, or only slowly."""
 
 
 def dimensions_named(text: str, joint: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """The dimensions whose keys, or keys of whose section, a message names."""
+    """Return the dimensions whose keys, or keys of whose section, a message names."""
     of_field = {field: dimension for dimension, fields in joint.items() for field in fields}
     keys = {about.key: of_field.get(name, name) for name, about in SWITCHES.items() if about.key}
     found = set()
@@ -156,8 +159,8 @@ def dimensions_named(text: str, joint: Mapping[str, Sequence[str]]) -> frozenset
 def to_blame(
     case: Case, rules: Sequence[Rule], joint: Mapping[str, Sequence[str]]
 ) -> frozenset[str]:
-    """The dimensions of which some have to change for a case to be one of a matrix: those of a
-    rule, or those that the package names where it refuses the configuration."""
+    """Return dimensions, some of which have to change to make a case legal: those of a rule, or
+    those that the package names when it refuses the configuration."""
     for dimensions, excludes in rules:
         if excludes(case):
             return frozenset(dimensions)
@@ -169,7 +172,7 @@ def to_blame(
 
 
 def blame(choice: Mapping[str, Any]) -> frozenset[str]:
-    """The dimensions of which some have to change for a choice to be legal; none if it is."""
+    """Return dimensions, some of which have to change for a legal choice; none if it is legal."""
     return to_blame(to_case(choice), [*WITHOUT_EFFECT, *BEYOND_THE_REFERENCE], JOINT)
 
 
@@ -177,7 +180,7 @@ MATRIX = Pairs(DIMENSIONS, blame, PLAIN_SHARE, JOINT)
 
 
 def to_case(choice: Mapping[str, Any]) -> Case:
-    """The case of one value per dimension."""
+    """Build the case of one value per dimension."""
     values = MATRIX.fields(dict(choice))
     m, stages = values["m"], values["pp"] * values["chunks"]
     deep = values["schedule"] == "interleaved_1f1b" and m % 2
@@ -192,7 +195,7 @@ def to_case(choice: Mapping[str, Any]) -> Case:
 
 
 def layouts_in_full(rng: random.Random) -> Iterator[Choice]:
-    """The full product of layouts, schedules and micro-batches, other values drawn for each."""
+    """Yield the full product of layouts, schedules and micro-batches, with other values drawn."""
     for layout, schedule, m in itertools.product(LAYOUTS, SCHEDULES, sorted(DIMENSIONS["m"])):
         given = {"layout": layout, "schedule": schedule, "m": m}
         while (choice := MATRIX.draw(rng, given)) is None:

@@ -1,6 +1,6 @@
-"""Folders as Megatron-LM lays them out, made of global tensors: for where it is not installed.
+"""Folders in Megatron-LM's formats, made of global tensors, for tests without Megatron-LM.
 
-``tests/external`` has those that megatron-core itself writes.
+``tests/external`` has folders that megatron-core itself writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from megapipe.model.partition import StageSpec
 from tests.parity.dcp_files import save_dcp
 
 Spelling = Literal["local", "te"]
-"""Norms as modules of their own, or within the linear layer behind them."""
+"""Whether norms are modules of their own, or within the linear layer behind them."""
 Form = Literal["stacked", "layers", "halves"]
-"""Layers as a dimension; with tensors of their own; these with a gate's halves as two."""
+"""Layers as a dimension; with tensors of their own; or these, with a gate's halves as two
+tensors."""
 
 _NAMES = {
     "embedding.word": "embedding.word_embeddings.",
@@ -47,7 +48,8 @@ _NORMS = {
 
 
 def args_of(model: ModelConfig, **more: Any) -> Namespace:
-    """Arguments of a run that trains a resolved model, and some others that go with it."""
+    """Return the arguments of a run that trains a resolved model, and some others that belong to
+    it."""
     biased = model.bias and not model.gated
     return Namespace(
         **{
@@ -65,8 +67,8 @@ def args_of(model: ModelConfig, **more: Any) -> Namespace:
             "position_embedding_type": {"learned": "learned_absolute", "rotary": "rope"}[
                 model.positions
             ],
-            "rotary_base": int(model.rotary_base),
-            "rotary_percent": model.rotary_share,
+            "rotary_base": int(model.rope.base),
+            "rotary_percent": model.rope.percent,
             "swiglu": model.activation == "swiglu",
             "add_bias_linear": model.bias,
             "add_qkv_bias": bool(model.qkv_bias),
@@ -76,7 +78,7 @@ def args_of(model: ModelConfig, **more: Any) -> Namespace:
             "hidden_dropout": model.dropout,
             "attention_dropout": model.dropout,
             "init_method_std": model.init_std,
-            "window_size": None if model.window is None else (model.window - 1, 0),
+            "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
             "params_dtype": torch.float32,
             "num_experts": None,
             **more,
@@ -96,8 +98,8 @@ def write_legacy(
     beside: Mapping[str, Any] | None = None,
     **args: Any,
 ) -> Path:
-    """A folder with a tracker and iteration 100, a file for each rank. `stages` are the layers of
-    each, `chunks` of them on a rank; `beside` goes into each file."""
+    """Write a folder with a tracker and iteration 100, a file for each rank. `stages` are the
+    layers of each stage; a rank has `chunks` stages. `beside` goes into each file."""
     stages = stages or [range(model.layers)]
     pp = len(stages) // chunks
     given = args_of(model, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **args)
@@ -132,7 +134,7 @@ def _state(
     tp: int,
     spelling: Spelling,
 ) -> dict[str, Any]:
-    """A rank's state dict of a stage, whose layers count from 0."""
+    """Return a rank's state dict of a stage, whose layers count from 0."""
     spec = StageSpec(embedding=stage == 0, layers=stages[stage], head=stage == len(stages) - 1)
     state: dict[str, Any] = {}
     for own in stage_parameters(model, spec):
@@ -162,7 +164,7 @@ def write_distributed(
     beside: Mapping[str, Tensor] | None = None,
     **args: Any,
 ) -> Path:
-    """An iteration of torch_dist, one shard a tensor; `beside` are further tensors."""
+    """Write an iteration of torch_dist, one shard per tensor; `beside` are further tensors."""
     folder.mkdir(parents=True)
     whole = StageSpec(embedding=True, layers=range(model.layers), head=True)
     state: dict[str, Tensor] = dict(beside or {})
@@ -193,7 +195,7 @@ def _name(name: str, spelling: Spelling) -> str:
 
 
 def _one_after_the_other(name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
-    """A gate, and what it multiplies below it."""
+    """Concatenate a gate and the matrix that it multiplies."""
     if model.gated and ".mlp.up." in name:
         return torch.cat(tensor.unbind())
     return tensor

@@ -1,4 +1,4 @@
-"""Messages for channels, and what they carry."""
+"""Messages for channels, and their contents."""
 
 from __future__ import annotations
 

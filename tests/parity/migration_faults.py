@@ -1,4 +1,4 @@
-"""Faults of experts that change their owners, seeded one at a time: parity has to notice each."""
+"""Faults of experts that change owners, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def rows_go_to_the_owners_before() -> Patch:
     take = ExpertReplicas.set_map
 
     def wrong(self: ExpertReplicas, after: ExpertMap) -> None:
-        before = self._places
+        before = self._slot_of_expert
         take(self, after)
-        self._places = before
+        self._slot_of_expert = before
 
     return mock.patch.object(ExpertReplicas, "set_map", wrong)
 
@@ -60,7 +60,7 @@ def owners_that_parameters_are_not_told() -> Patch:
 
 
 def values_that_stay_where_a_rank_had_others() -> Patch:
-    """What comes from other ranks arrives; what changes its place on a rank does not."""
+    """Move values between ranks, but not between slots of a rank."""
     ways = migration.expert_moves
 
     def wrong(*given: Any) -> list[migration.ExpertMove]:

@@ -1,7 +1,7 @@
-"""A plain mixture of experts: a loop over tokens and choices, on full tensors.
+"""Plain MoE layers: a loop over tokens and choices, on full tensors.
 
-For the reader and not for speed, and without the package's code. Sorting is Python's, so of equal
-scores the lower expert's goes first.
+Written for the reader and not for speed, and without the package's code. Python sorts, so ties go
+to the expert with the lower index.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Wire:
 
     codec: str = "none"
     parts: int = 1
-    """Ranks with parts of the same expert, each of which sends its own results."""
+    """Number of ranks with parts of an expert, each of which sends its own results."""
     near: tuple[tuple[float, ...], ...] = ()
-    """Of each sample the bandwidths from its rank to those that have the experts, in the balance
-    term; nothing: all count alike."""
+    """For each sample, the bandwidths from its rank to the experts' ranks, which weight the
+    auxiliary loss; empty: all count alike."""
 
     def distance(self, row: int, expert: int, experts: int) -> float:
-        """Of an expert from the rank of a sample, on average over all experts 1."""
+        """Return the weight of an expert, seen from a sample's rank; the mean over experts is 1."""
         if not self.near:
             return 1.0
         far = [1 / self.near[row][e * len(self.near[row]) // experts] for e in range(experts)]
         return far[expert] * experts / sum(far)
 
     def pass_on(self, rows: Tensor) -> Tensor:
-        """Rows as they arrive; their gradients come back the same way."""
+        """Return rows as they arrive; their gradients come back the same way."""
         return rows if self.codec == "none" else _Passed.apply(rows, self.codec)
 
 
@@ -56,7 +56,7 @@ class _Passed(torch.autograd.Function):
 
 
 def coded(row: Tensor, codec: str) -> Tensor:
-    """A row [h] as a codec leaves it."""
+    """Return a row [h] after its conversion to a wire type and back."""
     if codec == "bf16":
         return row.to(torch.bfloat16).to(row.dtype)
     step = max(row.abs().max().item() / 127, 2.0**-126)
@@ -66,42 +66,41 @@ def coded(row: Tensor, codec: str) -> Tensor:
 
 @dataclass
 class Told:
-    """What the layers of a model with experts add to the loss, and tell."""
+    """What MoE layers add to the loss, and the routing statistics that they report."""
 
     rows: int
-    """Samples of a micro-batch."""
+    """Number of samples of a micro-batch."""
     terms: list[Tensor] = field(default_factory=list)
-    """Balance and z terms with their coefficients, of each layer that has experts."""
+    """Auxiliary loss and z-loss with their coefficients, for each MoE layer."""
     balance: list[float] = field(default_factory=list)
-    """Without them: 1 where tokens are spread evenly."""
+    """Auxiliary loss without its coefficient: 1 if tokens are spread evenly."""
     z: list[float] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
-    """Choices of each expert, dropped ones too."""
+    """Choices of each expert, including dropped ones."""
     counted: list[list[int]] = field(default_factory=list)
-    """Those of them that the balance term counts."""
+    """Choices of each expert that the auxiliary loss counts."""
     dropped: list[set[tuple[int, int, int]]] = field(default_factory=list)
-    """(sample, position, number of the choice)."""
+    """Dropped choices: (sample, position, number of the choice)."""
     given: Sequence[Tensor] = ()
-    """The choices of each layer with experts, [b, s, k], ~expert where one is dropped; by default
-    they are made."""
+    """Choices of each MoE layer, [b, s, k], ~expert for a dropped one; by default they are
+    computed."""
     wire: Wire = Wire()
     ranked: list[Tensor] = field(default_factory=list)
-    """[b, s, experts]: what tokens choose by."""
+    """Scores [b, s, experts] by which tokens choose."""
     weights: list[Tensor] = field(default_factory=list)
-    """[b, s, k]: those of the choices."""
+    """Weights of the choices, [b, s, k]."""
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
     moe = model.moe
-    if moe.experts is None or layer < moe.dense_first or layer in moe.dense_layers:
+    if moe.num_experts is None or layer < moe.first_dense_layers or layer in moe.dense_layers:
         return False
-    return (layer - moe.dense_first) % moe.every == moe.every - 1
+    return (layer - moe.first_dense_layers) % moe.layer_freq == moe.layer_freq - 1
 
 
 def experts_of(model: ModelConfig, layer: int) -> int:
-    """The number of a layer that has some: of a list, the number after those of the layers before
-    it that have some."""
-    numbers = model.moe.experts
+    """Return an MoE layer's number of experts: from a list, one number per MoE layer, in order."""
+    numbers = model.moe.num_experts
     if isinstance(numbers, list):
         return numbers[[has_experts(model, n) for n in range(layer)].count(True)]
     assert numbers is not None
@@ -109,31 +108,34 @@ def experts_of(model: ModelConfig, layer: int) -> int:
 
 
 def counts_of(name: str, model: ModelConfig) -> str | None:
-    """The name of what a router keeps of the choices of a step, if the balance term goes by it."""
-    if model.moe.balance_scope != "step":
+    """Return the name of the choice counts that a router keeps, if the auxiliary loss uses them."""
+    if model.moe.aux_loss_scope != "step":
         return None
-    return f"{name}.{'first_counts' if model.moe.balance_choices == 'first' else 'counts'}"
+    return f"{name}.{'first_counts' if model.moe.aux_loss_choices == 'first' else 'counts'}"
 
 
 def tells_first(model: ModelConfig) -> bool:
-    """Whether a run tells first choices beside all: if they are kept."""
-    return (model.moe.balance_scope, model.moe.balance_choices) == ("step", "first")
+    """Whether a run reports first choices in addition to all: if they are kept."""
+    return (model.moe.aux_loss_scope, model.moe.aux_loss_choices) == ("step", "first")
 
 
 def shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Weights and, with biases, those of a layer's experts, their router and what is beside."""
+    """Return the weights and biases of a layer's experts, router and shared expert."""
     moe, h = model.moe, model.hidden
     two = (2,) if model.activation in ("swiglu", "geglu_tanh") else ()
     experts = experts_of(model, layer)
     linear: dict[str, tuple[int, ...]] = {
-        "up": (experts, *two, moe.ffn, h),
-        "down": (experts, h, moe.ffn),
+        "up": (experts, *two, moe.expert_ffn_hidden, h),
+        "down": (experts, h, moe.expert_ffn_hidden),
     }
-    if moe.shared is not None:
-        linear |= {"shared.up": (*two, moe.shared, h), "shared.down": (h, moe.shared)}
+    if moe.shared_ffn_hidden is not None:
+        linear |= {
+            "shared.up": (*two, moe.shared_ffn_hidden, h),
+            "shared.down": (h, moe.shared_ffn_hidden),
+        }
     name = f"layers.{layer}.moe"
     out = {f"{name}.router.weight": (experts, h)}
-    if moe.bias_rate is not None:
+    if moe.bias_update_rate is not None:
         out[f"{name}.router.bias"] = (experts,)
     if (counts := counts_of(f"{name}.router", model)) is not None:
         out[counts] = (experts,)
@@ -155,14 +157,15 @@ def mixture(
     told: Told,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """[b, s, h] -> [b, s, h]; `mlp` is that of (x, parameters, their name). `noise` are the factors
-    of the router's input [b, s, h], and the numbers [b, s] by which second choices are kept."""
+    """Apply an MoE layer, [b, s, h] -> [b, s, h]; `mlp` is an MLP of (x, parameters, their name).
+    `noise` are factors of the router's input [b, s, h], and numbers [b, s] by which second choices
+    are kept."""
     moe, (b, s, _) = model.moe, x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     seen = x.to(wide) if noise is None else x.to(wide) * noise[0].to(wide)
     logits = seen @ params[f"{name}.router.weight"].to(wide).T  # [b, s, E]
-    p = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()
-    ranked = p + params[f"{name}.router.bias"].to(wide) if moe.bias_rate is not None else p
+    p = logits.softmax(-1) if moe.score_function == "softmax" else logits.sigmoid()
+    ranked = p + params[f"{name}.router.bias"].to(wide) if moe.bias_update_rate is not None else p
     given = told.given[len(told.ranked)] if told.given else None
     if given is None:
         chosen = [[choose(ranked[row, t].tolist(), model) for t in range(s)] for row in range(b)]
@@ -202,13 +205,14 @@ def mixture(
 
 
 def _used(values: Tensor, position: int) -> Tensor:
-    """Those with which a position computes, where positions have copies of their own
+    """Return the values with which a position computes, if positions have copies of their own
     (:mod:`tests.parity.by_position`)."""
     return values.at(position) if hasattr(values, "at") else values
 
 
 def _part(own: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
-    """The part of an expert with some of its inner values; the first one has the last bias."""
+    """Return a part of an expert with some of its inner values; the first part has the last
+    bias."""
     inner = {"up.weight": -2, "up.bias": -1, "down.weight": -1}
     here = {
         f"expert.{name}": value.chunk(parts, inner[name])[part] if name in inner else value
@@ -220,21 +224,21 @@ def _part(own: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]
 
 
 def choose(p: list[float], model: ModelConfig) -> list[int]:
-    moe, size = model.moe, len(p) // model.moe.groups
-    groups = [range(g * size, (g + 1) * size) for g in range(moe.groups)]
+    moe, size = model.moe, len(p) // model.moe.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(moe.num_groups)]
     two = [sum(sorted((p[e] for e in group), reverse=True)[:2]) for group in groups]
-    best = sorted(range(moe.groups), key=lambda g: (-two[g], g))[: moe.group_top_k]
+    best = sorted(range(moe.num_groups), key=lambda g: (-two[g], g))[: moe.topk_groups]
     allowed = [e for g in best for e in groups[g]]
     return sorted(allowed, key=lambda e: (-p[e], e))[: moe.top_k]
 
 
 def kept(name: str) -> bool:
-    """Whether it is of a router, and moved by choices and by no gradient."""
+    """Whether a value is router state, moved by choices and not by a gradient."""
     return name.endswith((".router.bias", "counts"))
 
 
 def of_experts(name: str) -> bool:
-    """Whether a parameter is of experts, and not of their router or of an MLP beside them."""
+    """Whether a parameter belongs to experts, and not to their router or a shared expert."""
     return ".moe.up." in name or ".moe.down." in name
 
 
@@ -244,16 +248,16 @@ def moved(
     counts: Sequence[Sequence[int]],
     counted: Sequence[Sequence[int]],
 ) -> dict[str, Tensor]:
-    """What routers keep after a step with so many choices of each expert of each layer, of which
-    the balance term counts some."""
+    """Return router state after a step with `counts` choices of each expert of each layer. The
+    auxiliary loss counts `counted` of them."""
     out: dict[str, Tensor] = {}
     layers = [layer for layer in range(model.layers) if has_experts(model, layer)]
     for layer, of_layer, kept_of_layer in zip(layers, counts, counted, strict=True):
         name, mean = f"layers.{layer}.moe.router", Fraction(sum(of_layer), len(of_layer))
-        if model.moe.bias_rate is not None:
+        if model.moe.bias_update_rate is not None:
             bias = params[f"{name}.bias"]
             signs = torch.tensor([(count < mean) - (count > mean) for count in of_layer])
-            out[f"{name}.bias"] = bias + model.moe.bias_rate * signs.to(bias.dtype)
+            out[f"{name}.bias"] = bias + model.moe.bias_update_rate * signs.to(bias.dtype)
         if (last := counts_of(name, model)) is not None:
             out[last] = torch.tensor(kept_of_layer, dtype=params[last].dtype)
     return out
@@ -261,9 +265,9 @@ def moved(
 
 def _weights(p: Tensor, chosen: list[int], model: ModelConfig) -> Tensor:
     weight = torch.stack([p[e] for e in chosen])
-    if model.moe.normalise:
+    if model.moe.norm_topk_prob:
         weight = weight / weight.sum()
-    return weight * model.moe.scale
+    return weight * model.moe.routed_scaling_factor
 
 
 def dropped_of(
@@ -273,49 +277,50 @@ def dropped_of(
     model: ModelConfig,
     experts: int,
 ) -> set[tuple[int, int, int]]:
-    """(sample, position, number of the choice) of choices [b][s][k] of so many `experts` that are
-    not made, by their weights [b, s, k]; second ones by numbers of 0 to 1, [b, s]."""
+    """Return the (sample, position, number of the choice) of dropped choices, among choices
+    [b][s][k] of `experts` with weights [b, s, k]. Second ones are dropped by numbers from 0 to 1,
+    [b, s]."""
     dropped = set()
     for row, choices in enumerate(chosen):
         numbers = None if drawn is None else drawn[row].tolist()
-        left_out = _left_out(weights[row].tolist(), numbers, model)
-        full = _full(choices, weights[row].tolist(), left_out, model, experts)
-        dropped |= {(row, *each) for each in left_out | full}
+        unchosen = _left_out(weights[row].tolist(), numbers, model)
+        full = _full(choices, weights[row].tolist(), unchosen, model, experts)
+        dropped |= {(row, *each) for each in unchosen | full}
     return dropped
 
 
 def _left_out(
     weights: list[list[float]], drawn: list[float] | None, model: ModelConfig
 ) -> set[tuple[int, int]]:
-    """(position, 1) of a sequence's second choices that are not made, by numbers of 0 to 1."""
-    if model.moe.second == "always" or drawn is None:
+    """Return the (position, 1) of a sequence's dropped second choices, by numbers from 0 to 1."""
+    if model.moe.second_expert == "always" or drawn is None:
         return set()
-    shares = [weight[1] / model.moe.scale for weight in weights]
+    shares = [weight[1] / model.moe.routed_scaling_factor for weight in weights]
     return {(t, 1) for t, share in enumerate(shares) if 2 * share <= drawn[t]}
 
 
 def _full(
     chosen: list[list[int]],
     weights: list[list[float]],
-    left_out: set[tuple[int, int]],
+    unchosen: set[tuple[int, int]],
     model: ModelConfig,
     experts: int,
 ) -> set[tuple[int, int]]:
-    """(position, number of the choice) of a sequence's choices whose expert, of so many, is full;
-    those that are left out ask for no place."""
+    """Return the (position, number of the choice) of a sequence's choices whose expert, one of
+    `experts`, is full. Choices that are left out take no capacity."""
     moe, s = model.moe, len(chosen)
-    if moe.capacity is None:
+    if moe.capacity_factor is None:
         return set()
-    places = math.ceil(Fraction(repr(moe.capacity)) * moe.top_k * s / experts)
+    places = math.ceil(Fraction(repr(moe.capacity_factor)) * moe.top_k * s / experts)
     choices = [(t, j) for t in range(s) for j in range(moe.top_k)]
     first = {
         "choice": lambda c: (c[1], c[0]),
         "position": lambda c: c,
         "score": lambda c: (-weights[c[0]][c[1]], c),
-    }[moe.drop]
+    }[moe.drop_policy]
     taken = [0] * experts
     out = set()
-    for t, j in sorted(set(choices) - left_out, key=first):
+    for t, j in sorted(set(choices) - unchosen, key=first):
         expert = chosen[t][j]
         if taken[expert] == places:
             out.add((t, j))
@@ -332,11 +337,11 @@ def _tell(
     model: ModelConfig,
     last: list[float] | None,
 ) -> None:
-    """The terms of a layer, of all positions of the global batch; `last` are the choices of the
-    step before, if they count."""
+    """Record the terms of a layer, for all positions of the global batch; `last` are the choices of
+    the step before, if they count."""
     moe, (b, s, experts) = model.moe, p.shape
-    scope = {"sequence": 1, "microbatch": told.rows, "step": b}[moe.balance_scope]
-    k = 1 if moe.balance_choices == "first" else moe.top_k
+    scope = {"sequence": 1, "microbatch": told.rows, "step": b}[moe.aux_loss_scope]
+    k = 1 if moe.aux_loss_choices == "first" else moe.top_k
     q = p / p.sum(-1, keepdim=True)
     balance = torch.zeros((), dtype=p.dtype)
     for start in range(0, b, scope):
@@ -355,7 +360,7 @@ def _tell(
                 weight = told.wire.distance(row, e, experts) / (b * s)
                 balance = balance + share * weight * q[row, :, e].sum()
     z = logits.logsumexp(-1).square().mean()
-    told.terms.append(moe.balance * balance + moe.z * z)
+    told.terms.append(moe.aux_loss_coeff * balance + moe.z_loss_coeff * z)
     told.balance.append(balance.item())
     told.z.append(z.item())
     for found, number in ((told.counts, moe.top_k), (told.counted, k)):
@@ -371,9 +376,9 @@ def _beside(
     model: ModelConfig,
     mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor],
 ) -> Tensor:
-    """With the MLP that takes every token, if there is one."""
+    """Add the shared expert, if there is one."""
     moe = model.moe
-    if moe.shared is None:
+    if moe.shared_ffn_hidden is None:
         return y
     z = mlp(x, params, f"{name}.shared")
     if moe.shared_gate == "none":

@@ -1,4 +1,4 @@
-"""Faults of layers with experts, seeded one at a time: parity has to notice each."""
+"""Faults of MoE layers, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megapipe.layers.moe.weights import ExpertWeights
 from megapipe.layers.parameter import spec_of
 from megapipe.layers.weight_grad import main_grad
 from megapipe.layout import buckets
-from megapipe.model.gpt.moe.mixture import MoELayer
+from megapipe.model.gpt.moe.moe_layer import MoELayer
 from megapipe.ops.moe.grouped import each_expert
 from megapipe.optim.buffers import Bucket
 from megapipe.optim.rules import layerwise, muon
 from megapipe.optim.shard import Shard
-from megapipe.train import routing as routing_door
+from megapipe.train import make_followers as routing_door
 from megapipe.train.feed import Feed
 from tests.parity.cases import Case
 from tests.parity.faults import (
@@ -49,9 +49,9 @@ SEVERAL = replace(EXPERTS, dp=2, ep=2)
 SLICED = Case(pp=2, m=3, schedule="seq1f1b", slices=2, in_process=True, moe="capacity, position")
 INNER = replace(EXPERTS, dp=2, etp=2)
 LOSING = Case(moe="sixteen", model="llama", m=1, layers=1, steps=4, batch=2, sequence=6)
-"""With so few tokens that experts have none in some steps."""
+"""A case with so few tokens that experts have none in some steps."""
 PYRAMID = replace(EXPERTS, moe="pyramid, biased", layers=3)
-"""Layers with other numbers of experts, 4 in the first one."""
+"""A case whose layers differ in their number of experts; the first one has 4."""
 
 
 def gradient_through_the_weights_dropped() -> Patch:
@@ -90,12 +90,12 @@ def places_counted_over_all_sequences() -> Patch:
 
 
 def second_choices_go_before_first_ones() -> Patch:
-    has_place = routing._has_place
+    has_place = routing._within_capacity
 
     def wrong(ids: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         return has_place(ids.flip(2), weight.flip(2), *rest).flip(2)
 
-    return mock.patch.object(routing, "_has_place", wrong)
+    return mock.patch.object(routing, "_within_capacity", wrong)
 
 
 def dropped_choices_counted_for_the_first_expert() -> Patch:
@@ -211,11 +211,11 @@ def gradients_of_biases_not_weighted() -> Patch:
 def a_gate_that_is_not_trained() -> Patch:
     forward = MoELayer.forward
 
-    def wrong(self: MoELayer, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+    def wrong(self: MoELayer, x: Tensor, mb: MicroBatch, skip_output: bool = False) -> Tensor:
         gate = self.gate
         assert gate is not None
         with mock.patch.object(gate, "forward", lambda x: type(gate).forward(gate, x).detach()):
-            return forward(self, x, mb, graph_only)
+            return forward(self, x, mb, skip_output)
 
     return mock.patch.object(MoELayer, "forward", wrong)
 
@@ -254,8 +254,8 @@ def experts_of_other_tp_ranks_left_out_of_the_norm() -> Patch:
 
     def wrong(self: Shard) -> Tensor:
         total = square(self)
-        left_out = self.bucket.entries[0].spec.over_ep and self.axis.index > 0
-        return total * 0 if left_out else total
+        is_zeroed = self.bucket.entries[0].spec.over_ep and self.axis.index > 0
+        return total * 0 if is_zeroed else total
 
     return mock.patch.object(Shard, "own_square", wrong)
 
@@ -291,7 +291,7 @@ def gradients_of_the_step_before() -> Patch:
 
 
 def gradient_of_an_expert_without_rows_stays() -> Patch:
-    """The gradient of an expert is zeroed by its first rows of a step, not at its beginning."""
+    """Zero an expert's gradient at its first rows of a step, not at the step's beginning."""
     zero, run = Bucket.zero_grad, ExpertsTask.run
     zeroed: set[tuple[int, int]] = set()
 

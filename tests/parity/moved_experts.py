@@ -1,4 +1,4 @@
-"""Runs whose experts change their owners, by maps that are drawn."""
+"""Runs whose experts change owners, by drawn maps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megapipe.testing import World
 from megapipe.train.moe import migration
 from tests.parity import reference
 from tests.parity.cases import END, SLOW, Case, configure
-from tests.parity.drawn_owners import drawn_map
-from tests.parity.held_models import HeldWeights
+from tests.parity.in_memory_models import HeldWeights
 from tests.parity.outcome import Outcome, take_region
+from tests.parity.random_owners import drawn_map
 from tests.parity.ranks import train
 
 
 @contextmanager
 def by_draw(seed: int = 1) -> Iterator[None]:
-    """Each layer takes over drawn owners whenever it chooses, the same on all ranks."""
+    """Let each layer take drawn owners whenever it decides, equal on all ranks."""
     numbers = itertools.count(seed)
 
     def draw(present: ExpertMap, *_: Any) -> ExpertMap:
@@ -43,7 +43,7 @@ def by_draw(seed: int = 1) -> Iterator[None]:
 
 
 def layers_of(step: TrainStep) -> Iterator[RoutedExperts]:
-    """Those with experts that are here."""
+    """Yield the local MoE layers."""
     for _, module in sorted(step.modules.items()):
         for layer in module.modules():
             if isinstance(layer, RoutedExperts):
@@ -53,8 +53,8 @@ def layers_of(step: TrainStep) -> Iterator[RoutedExperts]:
 def with_policy(
     case: Case, folder: str, every: int = 1, owners: Sequence[int] = ()
 ) -> tuple[Config, Layout]:
-    """The configuration of a case whose experts migrate; its pool, in a folder, has for each layer
-    these owners, or those of the beginning, and to move is cheap."""
+    """Return the configuration of a case whose experts migrate. Its pool, in a folder, has these
+    owners for each layer, or the initial ones; moves are cheap."""
     config, layout = configure(case)
     if case.ep == 1:
         return config, layout
@@ -63,14 +63,18 @@ def with_policy(
     pool = {n: [replace(each, owners=tuple(owners) or each.owners)] for n, each in begin.items()}
     write_pools(path, pool)
     settings = config.model_dump()
-    settings["experts"] |= {"policy": "migrate", "pool": str(path), "replan": every}
-    settings["log"]["peak_tflops"] = SLOW
+    settings["experts"] |= {
+        "rebalance": "migrate",
+        "rebalance_pool": str(path),
+        "rebalance_every": every,
+    }
+    settings["plan"]["peak_tflops"] = SLOW
     config = Config.model_validate(settings)
     return resolve(config, case.world, case.vocab, measure=BY_UNITS)
 
 
 def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainStep:
-    """A case whose experts migrate, with the weights from which the reference begins."""
+    """Build a case whose experts migrate, with the first weights of the reference."""
     config, layout = with_policy(case, folder, every)
     step = TrainStep(config, layout, mesh, document_end=END)
     params = reference.init_random(config.model, seed=3)
@@ -80,7 +84,7 @@ def begun(mesh: ParallelMesh, case: Case, folder: str, every: int = 1) -> TrainS
 
 
 def run_moving(world: World, case: Case, every: int = 1, device: str = "cpu") -> Outcome:
-    """Train a case whose experts change their owners every so many steps."""
+    """Train a case whose experts change owners every `every` steps."""
     with tempfile.TemporaryDirectory() as folder, by_draw():
         step = begun(world.mesh(case.grid, device), case, folder, every)
         return train(step, case, validate=True)

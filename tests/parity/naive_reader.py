@@ -1,4 +1,4 @@
-"""A reader of checkpoints that shares no code with the package: json, struct and numpy alone.
+"""A reader of checkpoints that shares no code with the package: only json, struct and numpy.
 
 A checkpoint is a folder with `manifest.json` and shards. The manifest is ``{"body": BODY, ...}``;
 ``BODY["entries"]`` has for each global tensor its type, its shape, and its pieces, each a rectangle
@@ -22,26 +22,26 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Global(NamedTuple):
-    """A whole tensor: the bits of its values, [*shape], of the type `dtype`."""
+    """A whole tensor: the bits of its values, [*shape], in the type `dtype`."""
 
     dtype: str
     bits: Array
 
 
 class Malformed(AssertionError):
-    """The folder is no whole checkpoint."""
+    """Raised if a folder is not a whole checkpoint."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the manifest says."""
+    """Return the body of the manifest."""
     return json.loads((folder / "manifest.json").read_bytes())["body"]
 
 
 def read_global(folder: Path) -> dict[str, Global]:
-    """All global tensors by entry.
+    """Return all global tensors by entry.
 
-    Raises :class:`Malformed` unless each element of each is written exactly once, and the shards
-    hold what the manifest lists and nothing else.
+    Raises :class:`Malformed` unless each element of each is written exactly once, and the shard
+    files hold what the manifest lists and nothing else.
     """
     manifest = read_manifest(folder)
     shards = {file: _tensors(folder / file) for file in manifest["files"]}
@@ -74,7 +74,7 @@ def read_global(folder: Path) -> dict[str, Global]:
 
 
 def _tensors(path: Path) -> dict[str, tuple[str, Array]]:
-    """The tensors of a safetensors file, which fill it without gaps: type, bits."""
+    """Return type and bits of a safetensors file's tensors, which fill it without gaps."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header, values = json.loads(data[8 : 8 + length]), data[8 + length :]
@@ -93,7 +93,7 @@ def _tensors(path: Path) -> dict[str, tuple[str, Array]]:
 
 
 def in_type(tensor: Global, dtype: str) -> Global:
-    """The tensor in another type: widened, or rounded to the nearest, ties to even."""
+    """Convert a tensor to another type: widened, or rounded to the nearest, ties to even."""
     bits, change = tensor.bits, (tensor.dtype, dtype)
     if tensor.dtype == dtype:
         return tensor

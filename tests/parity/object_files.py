@@ -1,9 +1,9 @@
-"""The file system of fsspec's for :mod:`tests.parity.object_server`, as `objects://HOST:PORT/...`.
+"""An fsspec file system for :mod:`tests.parity.object_server`, as `objects://HOST:PORT/...`.
 
-Like those of real stores it writes in parts, keeps listings, and waits without an end for a server
-that does not answer. Run as a script it makes it known, and goes on as the script that its first
-argument names in the repository: ``python tests/parity/object_files.py train.py ...`` is a job that
-may use such a store.
+Like those of real stores it writes in parts, caches listings, and waits without limit for a server
+that does not answer. Run as a script it registers itself, and then runs the script of the
+repository that its first argument names: ``python tests/parity/object_files.py train.py ...`` is a
+job that may use such a store.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ObjectFile(AbstractBufferedFile):
 
 
 def register() -> None:
-    """Let fsspec know the protocol, in this process."""
+    """Register the protocol with fsspec, in this process."""
     fsspec.register_implementation("objects", ObjectFileSystem, clobber=True)
 
 

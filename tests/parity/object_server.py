@@ -1,7 +1,7 @@
-"""A store of objects for tests, on a port of this machine: no rename, no folders, and faults.
+"""An object store for tests, on a port of this machine: no rename, no folders, and faults.
 
-An object is there with all its bytes or not at all: by one PUT, or by parts that a POST puts
-together. Every request has a number, from 0, and a `fault` may be asked what becomes of it.
+An object exists with all its bytes or not at all: after one PUT, or after a POST that joins parts.
+Every request has a number, from 0; a `fault` function may be asked how it fails.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Fault = Literal["error", "drop", "late", "mute", "deny", "short"]
-"""Nothing is done and the answer is 503; the connection ends instead of an answer, before it is
-done ("drop") or after that ("late"); no answer comes; the answer is 403; the answer is well-formed
-and has half of its bytes."""
+"""What goes wrong. "error": nothing is done, and the answer is 503. "drop", "late": the connection
+ends without an answer, before or after the request is done. "mute": no answer comes. "deny": the
+answer is 403. "short": the answer is well-formed but has half of its bytes."""
 BUCKET = "bucket"
 
 
 class Request(NamedTuple):
-    """What a client asks for: PUT, PART, JOIN, ABORT, GET, HEAD, LIST or DELETE, and the key."""
+    """A client's request: PUT, PART, JOIN, ABORT, GET, HEAD, LIST or DELETE, and the key."""
 
     kind: str
     key: str
     nbytes: int
-    """Of what is sent or asked for; 0 where that is not known."""
+    """Number of bytes sent or asked for; 0 if not known."""
     process: int = 0
-    """Of the client."""
+    """Process id of the client."""
 
 
 @dataclass
 class ObjectServer:
-    """The store; one bucket is there, BUCKET."""
+    """The store, with one bucket, BUCKET."""
 
     port: int = 0
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -49,16 +49,16 @@ class ObjectServer:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def url(self, path: str) -> str:
-        """The URL of a path in the bucket, for :mod:`tests.parity.object_files`."""
+        """Return the URL of a path in the bucket, for :mod:`tests.parity.object_files`."""
         return f"objects://127.0.0.1:{self.port}/{BUCKET}/{path}"
 
     def keys(self, prefix: str) -> list[str]:
-        """What is stored below a path of the bucket, without that path."""
+        """Return the keys below a path of the bucket, without that path."""
         start = f"{BUCKET}/{prefix}/"
         return sorted(key.removeprefix(start) for key in self.objects if key.startswith(start))
 
     def meet(self, request: Request) -> Fault | None:
-        """Note a request; what is to go wrong with it."""
+        """Note a request; return the fault that it should have."""
         with self.lock:
             number = len(self.requests)
             self.requests.append(request)
@@ -71,7 +71,7 @@ class ObjectServer:
 
 @contextmanager
 def serving() -> Iterator[ObjectServer]:
-    """A store with an empty bucket, until the block ends."""
+    """Run a store with an empty bucket until the block ends."""
     store = ObjectServer()
 
     class Handler(_Handler):
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 
     def _range(self, size: int) -> range:
-        """The bytes that are asked for."""
+        """Return the range of bytes that the request asks for."""
         text = self.headers.get("Range")
         if text is None:
             return range(size)
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, x_size=str(len(data)), x_written=str(store.written[key]))
 
     def _list(self, store: ObjectServer, key: str, query: Any, body: bytes) -> None:
-        """Objects and common beginnings of keys, down to the next slash."""
+        """Send the objects and common prefixes of keys, down to the next slash."""
         found: dict[str, int | None] = {}
         with store.lock:
             for each, data in store.objects.items():

@@ -31,7 +31,7 @@ class MakeRecord(Protocol):
 
 @pytest.fixture
 def make_record() -> MakeRecord:
-    """A plausible step, with the given fields changed."""
+    """Return a function that makes a plausible step record, with the given fields changed."""
     return lambda **changes: replace(_RECORD, **changes)
 
 
@@ -40,7 +40,7 @@ VALIDATION = ValidationRecord(step=7, steps=300, loss=2.5, seconds=1.0)
 
 @pytest.fixture
 def wandb_home(tmp_path, monkeypatch):
-    """No account, no settings of this user."""
+    """Use no Weights & Biases account, and no settings of this user."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"

@@ -1,4 +1,4 @@
-"""Update rules on whole tensors, in plain torch, and the shards that are compared with them."""
+"""Update rules on whole tensors, in plain torch, and the shards to compare with them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(dtype: str = "fp64", hidden: int = 12) -> ModelConfig:
 
 
 def draw(config: ModelConfig, what: str, seed: int, dtype: torch.dtype) -> Tensors:
-    """A random tensor for each parameter; scales differ from one to the next."""
+    """Draw a random tensor for each parameter; scales differ from one to the next."""
     drawn: Tensors = {}
     for i, (name, shape) in enumerate(shapes_of(config).items()):
         generator = torch.Generator().manual_seed(1000 * seed + i + (500 if what == "grad" else 0))
@@ -62,8 +62,8 @@ def draw(config: ModelConfig, what: str, seed: int, dtype: torch.dtype) -> Tenso
 
 
 def torch_rule(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Any:
-    """One of torch's optimizers, unfused, with decay for matrices alone; its products of numbers
-    are in fp64, as Python's are."""
+    """Wrap one of torch's optimizers, unfused, with decay for matrices alone. Its products of
+    scalars are in fp64, as Python's are."""
 
     def run(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
         parameters = {name: Parameter(value.clone()) for name, value in weights.items()}
@@ -90,7 +90,7 @@ def torch_rule(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> A
 
 
 def by_formula(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensors]) -> Tensors:
-    """The formulas of plain_rules."""
+    """Take the steps with the formulas of plain_rules."""
     weights = dict(weights)
     states: dict[str, Tensors] = {name: {} for name in weights}
     for count, (lr, grad) in enumerate(zip(RATES, grads, strict=True)):
@@ -102,67 +102,65 @@ def by_formula(weights: Tensors, config: OptimizerConfig, grads: Sequence[Tensor
 
 
 class Plain(NamedTuple):
-    """A rule: its settings, and what it should do to whole tensors."""
+    """A rule: its options, and its expected effect on whole tensors."""
 
-    settings: dict[str, Any]
+    rule: str
+    options: dict[str, Any]
     run: Callable[[Tensors, OptimizerConfig, Sequence[Tensors]], Tensors]
 
     @property
     def config(self) -> OptimizerConfig:
-        return OptimizerConfig.model_validate({"weight_decay": 0.3, **self.settings})
+        given = {"rule": self.rule, "options": self.options, "weight_decay": 0.3}
+        return OptimizerConfig.model_validate(given)
 
 
-_ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+_ADAM = {"betas": [0.8, 0.9], "eps": 1e-6}
 _TORCH_ADAM = {"betas": (0.8, 0.9), "eps": 1e-6}
 
 PLAIN: dict[str, Plain] = {
-    "adamw": Plain({"rule": "adamw", **_ADAM}, torch_rule(torch.optim.AdamW, **_TORCH_ADAM)),
-    "adam": Plain({"rule": "adam", **_ADAM}, torch_rule(torch.optim.Adam, **_TORCH_ADAM)),
+    "adamw": Plain("adamw", _ADAM, torch_rule(torch.optim.AdamW, **_TORCH_ADAM)),
+    "adam": Plain("adam", _ADAM, torch_rule(torch.optim.Adam, **_TORCH_ADAM)),
     "sgd": Plain(
-        {"rule": "sgd", "momentum": 0.7, "nesterov": False},
-        torch_rule(torch.optim.SGD, momentum=0.7),
+        "sgd", {"momentum": 0.7, "nesterov": False}, torch_rule(torch.optim.SGD, momentum=0.7)
     ),
     "sgd nesterov": Plain(
-        {"rule": "sgd", "momentum": 0.7},
-        torch_rule(torch.optim.SGD, momentum=0.7, nesterov=True),
+        "sgd", {"momentum": 0.7}, torch_rule(torch.optim.SGD, momentum=0.7, nesterov=True)
     ),
-    "sgd plain": Plain({"rule": "sgd", "momentum": 0.0}, torch_rule(torch.optim.SGD)),
-    "lion": Plain({"rule": "lion", "beta1": 0.8, "beta2": 0.95}, by_formula),
+    "sgd plain": Plain("sgd", {"momentum": 0.0}, torch_rule(torch.optim.SGD)),
+    "lion": Plain("lion", {"betas": [0.8, 0.95]}, by_formula),
     "rmsprop": Plain(
-        {"rule": "rmsprop", "momentum": 0.7, "beta2": 0.9, "eps": 1e-6},
+        "rmsprop",
+        {"momentum": 0.7, "alpha": 0.9, "eps": 1e-6},
         torch_rule(torch.optim.RMSprop, momentum=0.7, alpha=0.9, eps=1e-6),
     ),
     "rmsprop plain": Plain(
-        {"rule": "rmsprop", "momentum": 0.0, "beta2": 0.9, "eps": 1e-6},
+        "rmsprop",
+        {"momentum": 0.0, "alpha": 0.9, "eps": 1e-6},
         torch_rule(torch.optim.RMSprop, alpha=0.9, eps=1e-6),
     ),
     "nadamw": Plain(
-        {"rule": "nadamw", "momentum_decay": 0.3, **_ADAM},
+        "nadamw",
+        {"momentum_decay": 0.3, **_ADAM},
         torch_rule(
             torch.optim.NAdam, momentum_decay=0.3, decoupled_weight_decay=True, **_TORCH_ADAM
         ),
     ),
-    "adabelief": Plain({"rule": "adabelief", **_ADAM}, by_formula),
-    "adam3": Plain({"rule": "adam3", **_ADAM}, by_formula),
-    "lars": Plain({"rule": "lars", "trust_coefficient": 0.3}, by_formula),
-    "lamb": Plain({"rule": "lamb", **_ADAM}, by_formula),
-    "muon": Plain({"rule": "muon", "momentum": 0.9, **_ADAM}, by_formula),
+    "adabelief": Plain("adabelief", _ADAM, by_formula),
+    "adam3": Plain("adam3", _ADAM, by_formula),
+    "lars": Plain("lars", {"trust_coefficient": 0.3}, by_formula),
+    "lamb": Plain("lamb", _ADAM, by_formula),
+    "muon": Plain("muon", {"momentum": 0.9, **_ADAM}, by_formula),
     "muon original": Plain(
-        {
-            "rule": "muon",
-            "muon_adjust": "original",
-            "muon_split": "none",
-            "nesterov": False,
-            **_ADAM,
-        },
+        "muon",
+        {"adjust_lr_fn": "original", "split_qkv": "none", "nesterov": False, **_ADAM},
         by_formula,
     ),
-    "muon by head": Plain({"rule": "muon", "muon_split": "heads", **_ADAM}, by_formula),
+    "muon by head": Plain("muon", {"split_qkv": "heads", **_ADAM}, by_formula),
 }
 
 
 def expected(name: str, dtype: torch.dtype = torch.float64) -> Tensors:
-    """What the plain rule makes of the weights in as many steps as there are RATES."""
+    """Return the weights after steps of the plain rule with the learning rates RATES."""
     config = model()
     grads = [draw(config, "grad", step, dtype) for step in range(len(RATES))]
     return PLAIN[name].run(draw(config, "weight", 0, dtype), PLAIN[name].config, grads)
@@ -172,7 +170,7 @@ def expected(name: str, dtype: torch.dtype = torch.float64) -> Tensors:
 
 
 def take_region(whole: Tensor, spec: LocalParameter) -> Tensor:
-    """This rank's region of a global tensor, with zeros where that ends before the region does."""
+    """Return this rank's region of a global tensor, with zeros beyond the tensor's end."""
     region = whole.new_zeros(spec.sizes)
     cut = whole[tuple(slice(o, o + n) for o, n in zip(spec.offsets, spec.sizes, strict=True))]
     region[tuple(slice(n) for n in cut.shape)] = cut
@@ -190,7 +188,7 @@ def make_shard(
     velocity: bool = False,
     hidden: int = 12,
 ) -> Shard:
-    """This rank's shard of the one bucket of a whole model."""
+    """Make this rank's shard of the one bucket of a whole model."""
     config = model(dtype, hidden)
     stage = StageSpec(embedding=True, layers=range(config.layers), head=True)
     module = GPTStage(config, stage, Sharding(tp, False, TORCH_DTYPES[dtype]))
@@ -211,7 +209,7 @@ def set_grad(shard: Shard, grads: Mapping[str, Tensor], dtype: torch.dtype) -> N
 
 
 class Part(NamedTuple):
-    """What a rank holds after the steps: its flat slice, and the entries of its bucket."""
+    """A rank's state after the steps: its flat slice, and the entries of its bucket."""
 
     start: int
     master: np.ndarray[Any, Any]
@@ -242,7 +240,7 @@ def run_rule(
 
 
 def assemble(parts: Sequence[Part]) -> Tensors:
-    """Whole tensors from the slices of all ranks; NaN where no rank had anything."""
+    """Build whole tensors from the slices of all ranks; NaN where no rank has a value."""
     shapes = shapes_of(model())
     whole = {n: torch.full(s, float("nan"), dtype=torch.float64) for n, s in shapes.items()}
     by_region: dict[tuple[str, tuple[int, ...]], tuple[LocalParameter, Tensor]] = {}
@@ -264,7 +262,7 @@ def assemble(parts: Sequence[Part]) -> Tensors:
 
 
 def error(found: Tensors, wanted: Tensors) -> float:
-    """Largest difference of any tensor in units of that tensor's largest value."""
+    """Return the largest difference of any tensor, in units of that tensor's largest value."""
     assert found.keys() == wanted.keys()
     errors = [
         ((found[n].double() - wanted[n].double()).abs().max() / wanted[n].abs().max()).item()

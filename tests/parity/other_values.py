@@ -1,4 +1,4 @@
-"""For every key of the configuration another value than its default, made from its type."""
+"""For every configuration key another value than its default, made from its type."""
 
 from __future__ import annotations
 
@@ -10,140 +10,164 @@ from pydantic.fields import FieldInfo
 
 from megapipe.cli import flatten, parse
 from megapipe.config.config import Config
-from megapipe.config.keys import KEYS, MAPPINGS
+from megapipe.config.keys import KEYS, MAPPINGS, OPTIONS_OF
 from megapipe.config.moe import MoEConfig
 from megapipe.config.strict_yaml import text_of
 from megapipe.errors import MegapipeError
 from megapipe.layout.resolve import resolve
 
 WORLD = 2
+OPTIONS = {
+    f"{mapping}.{name}": (f"{rule.key}={owner}", info)
+    for mapping, rule in OPTIONS_OF.items()
+    for owner, section in [*rule.sections.items()][::-1]
+    for name, info in section.model_fields.items()
+}
+"""Every option by its dotted name: the first setting that has the option, and its field."""
 GIVEN = (
     *("model.layers=2", "model.hidden=16", "model.heads=2", "train.sequence_length=16"),
     *("train.global_batch=8", "train.microbatch=2", "data.source=texts.txt", "parallel.device=cpu"),
 )
-"""What both ranks are given in all cases."""
+"""Settings of both ranks in all cases."""
 ROTARY = "model.positions=rotary"
-YARN = f"{ROTARY} model.rotary_scaling=yarn model.rotary_factor=2 model.rotary_original_positions=9"
-WINDOW = "model.window=4"
-EXPERTS = "model.moe.experts=4"
-COPIES = f"{EXPERTS} parallel.ep=2 experts.policy=balance experts.slots=1 log.peak_tflops=1"
-OWNERS = f"{EXPERTS} parallel.ep=2 experts.policy=migrate experts.pool=x log.peak_tflops=1"
-GROUPS = f"{EXPERTS} model.moe.groups=2 model.moe.group_top_k=2"
-SLICED = "parallel.pp=2 pipeline.schedule=seq1f1b pipeline.slices=2"
-OWN_MODEL = "model.source=tests.parity.own_models:plain model.options.depth=2"
+YARN = f"{ROTARY} model.rope.scaling=yarn model.rope.factor=2 model.rope.original_positions=9"
+WINDOW = "model.sliding_window=4"
+EXPERTS = "model.moe.num_experts=4"
+COPIES = (
+    f"{EXPERTS} parallel.ep=2 experts.rebalance=balance experts.replica_slots=1 plan.peak_tflops=1"
+)
+OWNERS = (
+    f"{EXPERTS} parallel.ep=2 experts.rebalance=migrate experts.rebalance_pool=x plan.peak_tflops=1"
+)
+GROUPS = f"{EXPERTS} model.moe.num_groups=2 model.moe.topk_groups=2"
+SLICED = "parallel.pp=2 pipeline.schedule=seq1f1b pipeline.sequence_slices=2"
+UNFLUSHED = "parallel.pp=2 optimizer.max_grad_norm=null model.tied_embeddings=false"
+OWN_MODEL = "model.source=tests.parity.user_models:plain model.options.depth=2"
 MARKS = "data.fim_rate=0.5 data.fim_tokens=[<a>,<b>,<c>]"
 MIXED = "data.source=stdlib data.mixture.a.source=x data.mixture.b.source=y"
 FOUR, SIXTEEN = "parallel.cp=4", "parallel.cp=16"
 LONGER = f"{SIXTEEN} train.sequence_length=32"
 BESIDE = {
-    "activations.blocks": "activations.policy=full",
+    "activations.num_blocks": "activations.policy=full",
     "activations.keep_attention": "activations.policy=full",
     "activations.modules": "activations.policy=selective",
-    "activations.span": "activations.policy=full",
+    "activations.blocks_per_recompute": "activations.policy=full",
     **dict.fromkeys(("data.fim_spm_rate", "data.fim_rate", "data.fim_tokens"), MARKS),
     **dict.fromkeys(
         (
-            *("data.train_on", "data.prompt_field", "data.completion_field"),
+            *("data.loss_turns", "data.prompt_field", "data.completion_field"),
             *("data.messages_field", "data.chat_template"),
         ),
-        "data.samples=supervised",
+        "data.sample_format=supervised",
     ),
     "data.mixture": "data.source=stdlib",
-    "data.reset_positions": "data.document_mask=true",
+    "data.reset_position_ids": "data.document_mask=true",
     "data.split": "data.source=memory://x",
     "data.temperature": MIXED,
     **dict.fromkeys(("lora.alpha", "lora.rslora", "lora.targets"), "lora.rank=2"),
     **dict.fromkeys(
-        (f"model.moe.{key}" for key in MoEConfig.model_fields if key != "experts"), EXPERTS
+        (f"model.moe.{key}" for key in MoEConfig.model_fields if key != "num_experts"), EXPERTS
     ),
-    **dict.fromkeys(("model.moe.groups", "model.moe.group_top_k"), GROUPS),
-    "model.moe.shared_gate": f"{EXPERTS} model.moe.shared=8",
-    "model.moe.drop": f"{EXPERTS} model.moe.capacity=1",
+    **dict.fromkeys(("model.moe.num_groups", "model.moe.topk_groups"), GROUPS),
+    "model.moe.shared_gate": f"{EXPERTS} model.moe.shared_ffn_hidden=8",
+    "model.moe.drop_policy": f"{EXPERTS} model.moe.capacity_factor=1",
     **dict.fromkeys(("parallel.ep", "parallel.etp"), EXPERTS),
     **dict.fromkeys(
-        ("experts.dispatch", "experts.chunks", "experts.codec"), f"{EXPERTS} parallel.ep=2"
+        ("experts.dispatch", "experts.overlap_chunks", "experts.wire_dtype"),
+        f"{EXPERTS} parallel.ep=2",
     ),
-    "experts.pad": f"{EXPERTS} model.moe.capacity=1",
-    "experts.topology": f"{EXPERTS} parallel.ep=2",
-    **dict.fromkeys(("experts.policy", "experts.slots", "experts.replan"), COPIES),
-    "experts.pool": OWNERS,
-    "experts.node": f"model.moe.experts=8 {FOUR} parallel.dp=2 parallel.ep=8 "
-    "experts.dispatch=hierarchical experts.node=2",
-    "model.norm_offset": "model.norm=rmsnorm",
-    "model.rotary_base": ROTARY,
-    "model.rotary_share": ROTARY,
-    "model.rotary_local_base": f"{ROTARY} {WINDOW} model.full_attention_every=2",
+    "experts.pad_to_capacity": f"{EXPERTS} model.moe.capacity_factor=1",
+    "experts.link_bandwidths": f"{EXPERTS} parallel.ep=2",
+    **dict.fromkeys(
+        ("experts.rebalance", "experts.replica_slots", "experts.rebalance_every"), COPIES
+    ),
+    "experts.rebalance_pool": OWNERS,
+    "experts.ranks_per_node": f"model.moe.num_experts=8 {FOUR} parallel.dp=2 parallel.ep=8 "
+    "experts.dispatch=hierarchical experts.ranks_per_node=2",
+    "model.zero_centered_norm": "model.norm=rmsnorm",
+    "model.rope.base": ROTARY,
+    "model.rope.percent": ROTARY,
+    "model.rope.local_base": f"{ROTARY} {WINDOW} model.full_attention_every=2",
     "model.full_attention_every": WINDOW,
     **dict.fromkeys(
         (
-            *("model.rotary_scaling", "model.rotary_factor", "model.rotary_original_positions"),
-            *("model.rotary_turns_low", "model.rotary_turns_high"),
-            "model.rotary_attention_factor",
+            *("model.rope.scaling", "model.rope.factor", "model.rope.original_positions"),
+            *("model.rope.low_freq_factor", "model.rope.high_freq_factor"),
+            "model.rope.attention_factor",
         ),
         YARN,
     ),
     "model.source": OWN_MODEL,
     "model.options": OWN_MODEL,
-    "optimizer.master": "model.dtype=bf16",
+    "optimizer.master_weights": "model.dtype=bf16",
     **dict.fromkeys(("optimizer.loss_scale", "optimizer.loss_scale_window"), "model.dtype=fp16"),
-    "optimizer.prefetch": "optimizer.zero=3",
+    "optimizer.weight_prefetch": "optimizer.zero=3",
     "optimizer.rounding": "optimizer.state_dtype=bf16",
-    "optimizer.window_mib": "optimizer.offload=host",
-    **dict.fromkeys(("numbers.spike", "numbers.spike_window"), "numbers.spike_factor=9"),
-    "numbers.most_skipped": "numbers.non_finite=skip",
-    **dict.fromkeys(("numbers.rewinds", "numbers.leave_out"), "numbers.non_finite=rewind"),
-    "log.experts_every": EXPERTS,
-    "log.wandb_project": "log.wandb=offline",
-    **dict.fromkeys(("pipeline.slice_overhead", "pipeline.slice_attention"), SLICED),
+    "optimizer.state_window_mib": "optimizer.offload=host",
+    **dict.fromkeys(("health.spike", "health.spike_window"), "health.spike_factor=9"),
+    "health.max_consecutive_skips": "health.non_finite=skip",
     **dict.fromkeys(
-        ("context.plan", "context.order", "context.ulysses", "context.travels"), "parallel.cp=2"
+        ("health.max_rewinds", "health.rewind_skip_batches"), "health.non_finite=rewind"
+    ),
+    "log.expert_counts_every": EXPERTS,
+    "log.wandb_project": "log.wandb=offline",
+    **dict.fromkeys(
+        ("pipeline.options.slice_overhead_tokens", "pipeline.slice_attention_cost"), SLICED
+    ),
+    **dict.fromkeys(
+        (
+            "context.algorithm",
+            "context.position_split",
+            "context.ulysses",
+            "context.backward_circulates",
+        ),
+        "parallel.cp=2",
     ),
     "checkpoint.load_only": "checkpoint.load=x",
     "checkpoint.upcycle": f"{EXPERTS} checkpoint.load=x",
-    "context.inner": f"{LONGER} context.plan=double_ring context.inner=8",
-    "context.ranks": f"{FOUR} context.ulysses=2",
-    "context.team": f"{LONGER} context.plan=teams context.team=4",
+    "context.inner_ring_size": f"{LONGER} context.algorithm=double_ring context.inner_ring_size=8",
+    "context.rank_order": f"{FOUR} context.ulysses=2",
+    "context.team_size": f"{LONGER} context.algorithm=teams context.team_size=4",
     "pipeline.placement": "pipeline.schedule=auto parallel.pp=2",
-    "pipeline.group": "pipeline.schedule=interleaved_1f1b parallel.pp=2 pipeline.chunks=2",
-    "pipeline.pairs": "pipeline.schedule=chimera parallel.pp=2",
-    "pipeline.replicas": "pipeline.schedule=1f1b_rr parallel.pp=2",
-    "pipeline.weights": "parallel.pp=2 optimizer.clip=null model.tied_embeddings=false",
-    "pipeline.horizon": "parallel.pp=2 pipeline.weights=predict optimizer.clip=null "
-    "model.tied_embeddings=false",
-    "pipeline.correction": "parallel.pp=2 pipeline.weights=correct optimizer.clip=null "
-    "model.tied_embeddings=false",
-    "pipeline.synchronous_steps": "parallel.pp=2 pipeline.weights=latest optimizer.clip=null "
-    "model.tied_embeddings=false",
-    "pipeline.lr_anneal_steps": "parallel.pp=2 pipeline.weights=latest optimizer.clip=null "
-    "model.tied_embeddings=false",
-    "optimizer.clip_scope": "parallel.pp=2 pipeline.weights=double_buffer "
+    "pipeline.options.microbatch_group_size": "pipeline.schedule=interleaved_1f1b parallel.pp=2 "
+    "pipeline.chunks=2",
+    "pipeline.options.chimera_pairs": "pipeline.schedule=chimera parallel.pp=2",
+    "pipeline.options.ranks_per_stage": "pipeline.schedule=1f1b_rr parallel.pp=2",
+    "pipeline.weight_versions": UNFLUSHED,
+    "pipeline.prediction_horizon": f"{UNFLUSHED} pipeline.weight_versions=predict",
+    "pipeline.velocity_decay": f"{UNFLUSHED} pipeline.weight_versions=correct",
+    "pipeline.synchronous_steps": f"{UNFLUSHED} pipeline.weight_versions=latest",
+    "pipeline.lr_anneal_steps": f"{UNFLUSHED} pipeline.weight_versions=latest",
+    "optimizer.clip_scope": "parallel.pp=2 pipeline.weight_versions=double_buffer "
     "model.tied_embeddings=false",
 }
-"""Other settings of both ranks, without which another value would be refused or have no effect."""
+"""Other settings of both ranks, without which the value would be refused or have no effect."""
 FORMS = {
-    "checkpoint.folder": "s3://bucket/runs",
-    "context.plan": "all_gather",
+    "checkpoint.url": "s3://bucket/runs",
+    "context.algorithm": "all_gather",
     "data.fim_tokens": "[<a>,<b>,<d>]",
-    "log.device": "H100",
+    "kernels.without": "[apex]",
     "lora.targets": "[mlp.up]",
-    "model.moe.scores": "sigmoid",
+    "model.moe.score_function": "sigmoid",
     "model.norm": "rmsnorm",
     "model.options": "{depth: 3}",
-    "model.source": "tests.parity.own_models:split",
+    "model.source": "tests.parity.user_models:split",
+    "plan.device": "H100",
     "train.batch_ramp": "[4,4,8]",
-    "train.loss": "tests.parity.tiny_family:loss_of",
+    "train.loss_function": "tests.parity.tiny_family:loss_of",
 }
-"""Values of keys whose type does not tell which texts and lists they take."""
-BELOW = {"data.mixture": "a.source=x", "parallel.layouts": "a.pp=2"}
+"""Values of keys whose type does not say which texts and lists they take."""
+BELOW = {"data.mixture": "a.source=x", "parallel.elastic_layouts": "a.pp=2"}
 """Settings below keys that hold several sections by name."""
 ALONE = {
     "parallel.dp": "follows from the number of processes and the other axes; it differs with them",
+    "plan.gpus": "is the number of processes of a plan; a run has its launcher's and no such key",
 }
-"""Keys that have no other valid value, and why."""
+"""Keys without another valid value, and why."""
 
 
 def candidates(annotation: Any, default: Any) -> Iterator[Any]:
-    """Values of a type, some of them near the default."""
+    """Yield values of a type, some of them near the default."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         yield from inner
@@ -168,19 +192,25 @@ def candidates(annotation: Any, default: Any) -> Iterator[Any]:
 
 
 def other(key: str) -> tuple[list[str], list[str]]:
-    """What all ranks are given, and what another one is given besides, so that a valid
-    configuration comes out in which `key` is another."""
-    beside = BESIDE.get(key, "")
+    """Return arguments of all ranks, and further arguments of one rank: the configuration is valid,
+    and `key`, or an option, differs."""
+    owner, info = OPTIONS[key] if key in OPTIONS else ("", KEYS[key])
+    beside = BESIDE.get(key, owner)
     given = [one for one in GIVEN if beside != OWN_MODEL or not one.startswith("model.")]
     common = [*given, *beside.split()]
-    before = outcome(common)[key]
-    for argument in arguments(key, KEYS[key]):
+    before = outcome(common)[flat(key)]
+    for argument in arguments(key, info):
         try:
-            if outcome([*common, argument])[key] != before:
+            if outcome([*common, argument])[flat(key)] != before:
                 return common, [argument]
         except MegapipeError:
             continue
     raise LookupError(key)
+
+
+def flat(key: str) -> str:
+    """Return the name of a key, or of an option's key, in flat configurations."""
+    return key.rpartition(".")[0] if key in OPTIONS else key
 
 
 def arguments(key: str, info: FieldInfo) -> Iterator[str]:
@@ -196,7 +226,7 @@ def arguments(key: str, info: FieldInfo) -> Iterator[str]:
 
 
 def outcome(given: list[str]) -> dict[str, Any]:
-    """The flat configuration of a rank, as ranks compare it."""
+    """Return the flat configuration of a rank, as ranks compare it."""
     return flatten(resolved(given))
 
 

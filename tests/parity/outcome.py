@@ -1,4 +1,4 @@
-"""What the ranks of a case saw, and whole tensors from their shares of them."""
+"""What the ranks of a case saw, and whole tensors built from their parts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.layers.parameter import LocalParameter, spec_of
 from megapipe.optim.optimizer import Optimizer
-from tests.parity.choices import Found
+from tests.parity.routing_margins import Found
 
 Parts = list[tuple[str, Region, Any]]
-"""(parameter, place in the whole tensor, numpy array of the values there)."""
+"""(parameter, region of the whole tensor, numpy array of the values in it)."""
 GROWS = {"adabelief": "optimizer.exp_avg_var", "adam3": "optimizer.exp_avg_sq"}
-"""States that get eps in each step, also where nothing is but padding, by rule."""
+"""States to which each step adds eps, even in padding, by rule."""
 
 
 @dataclass
 class Outcome:
-    """What one rank saw: its own share of gradients, weights and states, and its copies of weights.
+    """What one rank saw: its own part of gradients, weights and states, and the weights that it
+    computes with.
 
-    One entry per step; of `values`, master weights ("model") and states, one more, for the start.
+    One entry per step; `values`, master weights ("model") and states, have one more, for the start.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -61,7 +62,7 @@ def _global(
 
 
 def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Reduced gradients of the slices that this rank owns, before clipping."""
+    """Yield the reduced gradients of this rank's shards, before clipping."""
     for shard in optimizer.shards:
         for entry in shard.bucket.entries:
             a, b = max(entry.start, shard.own_start), min(entry.stop, shard.own_stop)
@@ -76,7 +77,7 @@ def own_grads(optimizer: Optimizer) -> Iterator[tuple[str, Region, np.ndarray[An
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Parts]:
-    """Master weights ("model") and states of the slices that this rank alone answers for."""
+    """Return master weights ("model") and states of the slices for which this rank is primary."""
     parts: dict[str, Parts] = {}
     grows = GROWS.get(optimizer.config.rule)
     for own in optimizer.own_slices():
@@ -89,7 +90,7 @@ def own_values(optimizer: Optimizer) -> dict[str, Parts]:
 
 
 def kept_by_routers(step: TrainStep) -> Parts:
-    """What the first rank answers for."""
+    """Return router state on the first rank, which is its primary; nothing on others."""
     pieces = step.routing.tensors() if step.mesh.rank == 0 else ()
     return [
         (piece.name.partition("/")[2], piece.region, piece.tensor.double().numpy().copy())
@@ -98,7 +99,7 @@ def kept_by_routers(step: TrainStep) -> Parts:
 
 
 def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Every weight that this rank computes with, and what routers keep."""
+    """Yield every weight that this rank computes with, and its router state."""
     for stage, module in step.modules.items():
         step.optimizer.unshard(stage)
         step.optimizer.wait_weights(stage)
@@ -107,8 +108,8 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
             yield from _global(spec, whole(spec.sizes), parameter.detach())
         for layer in module.modules():
             if isinstance(layer, RoutedExperts):
-                if layer.places is not None:
-                    layer.places.wait_broadcast()
+                if layer.replicas is not None:
+                    layer.replicas.wait_broadcast()
                 counts = counts_name(layer.layer, layer.routing.first_only)
                 for name, buffer in ((bias_name(layer.layer), layer.bias), (counts, layer.last)):
                     if buffer is not None:
@@ -120,7 +121,7 @@ def local_copies(step: TrainStep) -> Iterator[tuple[str, Region, np.ndarray[Any,
 def assemble(
     parts: Sequence[Sequence[tuple[str, Region, Any]]], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Full tensors from every rank's own parts: each element exactly once."""
+    """Build full tensors from every rank's own parts, which have each element exactly once."""
     full = {
         name: torch.full(t.shape, float("nan"), dtype=torch.float64) for name, t in like.items()
     }

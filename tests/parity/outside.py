@@ -1,4 +1,4 @@
-"""A folder beside a run, with a file, that no run writes to."""
+"""A folder next to a run, with a file, into which no run writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of the package, and the packages that not everybody has."""
+"""The files of the package, and its optional dependencies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ FILES = {
     path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", "."): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-"""Dotted name (a package's ends in ``.__init__``) -> file."""
+"""Files by dotted name (a package's ends in ``.__init__``)."""
 OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
 KERNELS = ("apex", "flash_attn", "liger_kernel")
 ADAPTERS = ("megapipe.evaluate.harness",)
-"""Each derives from a class of an optional package, and is imported where that is asked for."""
+"""Modules that derive from a class of an optional package, and are imported on request."""
 
 
 def inside(name: str, roots: tuple[str, ...]) -> bool:

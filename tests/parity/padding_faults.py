@@ -1,4 +1,4 @@
-"""Faults of experts with room for all rows, seeded one at a time: parity has to notice each."""
+"""Faults of experts with padded rows, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GATHERED = replace(SPLIT, dispatch="all_gather")
 
 
 def empty_rows_are_not_masked() -> Patch:
-    """They are those of the last choice, which count once more in gradients of biases."""
+    """Fill empty rows with the last choice, which then counts twice in bias gradients."""
 
     def wrong(self: PaddedPermutation, values: Tensor, index: Tensor) -> Tensor:
         return values[index.clamp(max=len(values) - 1)]
@@ -31,7 +31,7 @@ def empty_rows_are_not_masked() -> Patch:
 
 
 def choices_share_a_place() -> Patch:
-    """The later one of each two."""
+    """Put every two choices of an expert into one row; the later one wins."""
     places = padding.occurrence_index
 
     def wrong(values: Tensor, size: int) -> Tensor:
@@ -41,7 +41,7 @@ def choices_share_a_place() -> Patch:
 
 
 def there_is_a_place_too_few() -> Patch:
-    """The last row of an expert is the first of the next."""
+    """Reserve a row too few: an expert's last row is the first of the next."""
     room = experts.padded_counts
 
     def wrong(number: int, ranks: int, sequences: int, places: int) -> ExpertCounts:

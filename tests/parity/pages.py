@@ -1,4 +1,4 @@
-"""The commands that the pages of docs/ show."""
+"""The commands on the pages of docs/."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ DOCS = ROOT / "docs"
 FOLDERS = ("benchmarks", "configs", "docs", "megapipe", "scripts", "tests", ".ci")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BESIDE_TEXT = re.compile(r"^    (?:\$ )?((?:python|megapipe|scripts/\S+\.sh) .*)$", re.MULTILINE)
-"""A command in a paragraph that is set off by spaces."""
+"""A command in an indented paragraph."""
 _WITHIN_TEXT = re.compile(r"`((?:[\w.]+ )*?(?:python|megapipe|\S+\.py|scripts/\S+\.sh) [^`|]+)`")
-"""What may be a command in a sentence."""
+"""A possible command in a sentence."""
 _ARGUMENT = re.compile(r" --|=| \S*/| [A-Z]{3}")
-"""What a command has that is more than named."""
+"""Shows that a command is used, and not only named."""
 _SCRIPT = re.compile(r"^(?:scripts/|benchmarks/)?(\w+\.py)\b")
 
 
 def blocks(text: str) -> list[str]:
-    """The commands in blocks for a shell, without comments and line breaks, in their order."""
+    """Return the commands in shell blocks, without comments and line breaks, in order."""
     return [command for _, command in _of_blocks(_joined(text))]
 
 
 def commands(text: str) -> list[str]:
-    """All commands of a page in their order, those of its sentences too."""
+    """Return all commands of a page in order, including those in sentences."""
     text = _joined(text)
     rest = BLOCK.sub(lambda block: " " * len(block[0]), text)
     found = [*_of_blocks(text)]
@@ -40,14 +40,14 @@ def commands(text: str) -> list[str]:
 
 
 def wrong_files(words: list[str]) -> Iterator[str]:
-    """Those of some words that look like files of the repository and are none."""
+    """Yield the words that look like files of the repository but are not."""
     for word in words:
         if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
             yield word
 
 
 def _joined(text: str) -> str:
-    """A text whose lines do not break within commands."""
+    """Join the lines of a text that break within commands."""
     return text.replace("\\\n", "  ")
 
 
@@ -67,7 +67,7 @@ def _plain(line: str) -> str:
 
 
 def _from_the_root(command: str) -> str:
-    """A command of a sentence, which may leave out the interpreter and the folder."""
+    """Complete a command of a sentence, which may lack the interpreter and the folder."""
     command = " ".join(command.split())
     script = _SCRIPT.match(command)
     if script is None:

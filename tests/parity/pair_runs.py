@@ -1,10 +1,10 @@
-"""Cases of a matrix, run and compared with its reference.
+"""Cases of a matrix, run and compared with their reference.
 
-``python -m tests.parity.pair_runs find parity`` brings the file of cases up to date with the
-dimensions of :mod:`tests.parity.matrix` (``stale``: :mod:`tests.parity.stale_matrix`): cases that
-are still legal stay, and what is missing is searched; where a rule has been relaxed, ``--again``
-looks at pairs once more that no case could have. ``measure`` runs every case that has no seconds
-yet (with ``--again`` all) and notes how long it takes, which is what a run's draw goes by.
+``python -m tests.parity.pair_runs find parity`` updates the file of cases to the dimensions of
+:mod:`tests.parity.matrix` (``stale``: :mod:`tests.parity.async_matrix`). Cases that are still legal
+stay, and missing ones are searched. If a rule has been relaxed, ``--again`` retries pairs that no
+case could have. ``measure`` runs every case without a time (with ``--again`` all) and notes its
+seconds, which a run's draw uses.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.testing import World, run_world
-from tests.parity import matrix, stale_matrix
+from tests.parity import async_matrix, matrix
+from tests.parity.async_ranks import run_stale
+from tests.parity.async_windows import check_windows
 from tests.parity.case_file import PairCase, path_of, read, write
 from tests.parity.cases import Case
 from tests.parity.checking import check_case
 from tests.parity.pairs import Choice, Pair, Pairs
 from tests.parity.ranks import run_case
-from tests.parity.stale_ranks import run_stale
-from tests.parity.stale_windows import check_windows
 from tests.parity.traced_compiler import traced_blocks
 
 TOGETHER = 12
-"""Cases that a world has where they are measured: one that fails costs the others their turn."""
+"""Cases per world while they are measured: one that fails makes the others of its world fail."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Dimensions, and how a case of theirs is tested."""
+    """Dimensions, and how their cases are tested."""
 
     pairs: Pairs
     to_case: Callable[[Choice], Case]
     run: Callable[..., Any]
-    """What a rank of a world does, of which it returns the outcome."""
+    """Runs a case on a rank of a world, and returns the outcome."""
     check: Callable[..., None]
     """Compares the outcomes of all ranks with the reference."""
     test: str
-    """The file of the test."""
+    """File of the test."""
 
 
 MATRICES = {
@@ -53,14 +53,14 @@ MATRICES = {
         matrix.MATRIX, matrix.to_case, run_case, check_case, "tests/dist/test_parity.py"
     ),
     "stale": Matrix(
-        *(stale_matrix.MATRIX, stale_matrix.to_case, run_stale, check_windows),
-        "tests/dist/test_stream_pairs.py",
+        *(async_matrix.MATRIX, async_matrix.to_case, run_stale, check_windows),
+        "tests/dist/test_async_pairs.py",
     ),
 }
 
 
 def choice_of(name: str, case: PairCase) -> Choice:
-    """A value for each dimension. KeyError: a dimension or a value is not there any more."""
+    """Return the value of each dimension. KeyError: a dimension or a value no longer exists."""
     pairs = MATRICES[name].pairs
     return pairs.plain | _values(pairs, case.values)
 
@@ -70,13 +70,13 @@ def case_of(name: str, case: PairCase) -> Case:
 
 
 def _values(pairs: Pairs, given: Any) -> Choice:
-    """Values of dimensions as they were before they were written."""
+    """Return values of dimensions as they were before they were written."""
     of = {name: {json.dumps(value): value for value in pairs.dimensions[name]} for name in given}
     return {name: of[name][json.dumps(value)] for name, value in given.items()}
 
 
 def impossible_pairs(name: str) -> list[Pair]:
-    """Pairs that the file says no case can have, those of values that there are."""
+    """Return the pairs that no case can have, as the file says, if their values still exist."""
     pairs, found = MATRICES[name].pairs, []
     for each in read(name)[1]:
         try:
@@ -89,7 +89,7 @@ def impossible_pairs(name: str) -> list[Pair]:
 
 
 def run_timed(world: World, run: Callable[..., Any], cases: Sequence[Case]) -> list[Any]:
-    """The outcome and the seconds of each case; compiled blocks are traced, but not by inductor."""
+    """Return outcome and seconds of each case; compiled blocks are traced, but without inductor."""
     outcomes = []
     for case in cases:
         began = time.monotonic()
@@ -103,8 +103,8 @@ def run_timed(world: World, run: Callable[..., Any], cases: Sequence[Case]) -> l
 
 
 def run_cases(cases: Sequence[Case], name: str) -> tuple[list[float], dict[int, str]]:
-    """Run cases of one number of ranks and compare each with the reference; returns their seconds
-    and, by their places, what is wrong of those that differ."""
+    """Run cases with equally many ranks and compare each with the reference. Return their seconds
+    and, by index, the errors of those that differ."""
     of = MATRICES[name]
     (ranks,) = {case.world for case in cases}
     limit_s = 60 + 20 * len(cases)
@@ -121,7 +121,7 @@ def run_cases(cases: Sequence[Case], name: str) -> tuple[list[float], dict[int, 
 
 
 def check_cases(cases: Sequence[Case]) -> None:
-    """Compare cases as those of the parity matrix with the reference."""
+    """Compare cases with the reference, as in the parity matrix."""
     assert cases
     wrong: list[str] = []
     for world in sorted({case.world for case in cases}):
@@ -130,7 +130,7 @@ def check_cases(cases: Sequence[Case]) -> None:
 
 
 def check_pairs(name: str, cases: Sequence[PairCase]) -> list[float]:
-    """Compare cases of one number of ranks with the reference; returns their seconds. An error has
+    """Compare cases with equally many ranks with the reference; return their seconds. An error has
     the command that repeats it."""
     try:
         seconds, wrong = run_cases([case_of(name, case) for case in cases], name)
@@ -147,8 +147,8 @@ def _to_repeat(name: str, cases: Sequence[PairCase]) -> str:
 
 
 def find(name: str, again: bool) -> None:
-    """Bring the file of a matrix up to date with its dimensions; `again`: ask of each pair that no
-    case could have whether one can now."""
+    """Update the file of a matrix to its dimensions. `again`: retry each pair that no case could
+    have."""
     pairs, begin = MATRICES[name].pairs, []
     old, _ = read(name)
     for case in old:
@@ -174,8 +174,7 @@ def find(name: str, again: bool) -> None:
 
 
 def measure(name: str, again: bool) -> bool:
-    """Run cases and note their seconds; whether all are as they should be. One that is not stays
-    without."""
+    """Run cases and note their seconds; return whether all pass. Cases that fail get no seconds."""
     cases, impossible = read(name)
     wanted = [case for case in cases if again or case.seconds is None]
     known = {case.id: case for case in cases}

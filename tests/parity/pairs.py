@@ -1,4 +1,4 @@
-"""Few choices of a value for each dimension that between them hold every pair of values."""
+"""Few choices of a value for each dimension that together contain every pair of values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Choice = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 """Two dimensions with a value for each."""
 DRAWS = 50
-"""Choices of which the best is taken."""
+"""Number of choices that are drawn to take the best one."""
 HOPELESS = 6
-"""Draws after which a pair without a legal one is looked at value by value."""
+"""Draws without a legal choice after which a pair is searched value by value."""
 REPAIRS = 12
-"""How often a drawn choice is mended before it is given up."""
+"""Number of repairs after which a drawn choice is given up."""
 CHANGED = 3
-"""Values of a completion that may differ from the plain ones."""
+"""Number of values of a completion that may differ from the plain ones."""
 
 
 def pairs_of(choice: Choice) -> set[Pair]:
-    """Every two dimensions with their values."""
+    """Return every two dimensions with their values."""
     return set(itertools.combinations(choice.items(), 2))
 
 
@@ -34,26 +34,26 @@ class Pairs:
 
     dimensions: Mapping[str, Sequence[Any]]
     blame: Callable[[Choice], frozenset[str]]
-    """The dimensions of which some have to change; none if the choice is legal."""
+    """Returns dimensions, some of which have to change; none if the choice is legal."""
     plain_share: Mapping[str, float]
-    """How often a drawn value is the plain one, where values are no equals."""
+    """How often a drawn value is the plain one, if values are not drawn evenly."""
     joint: Mapping[str, Sequence[str]]
-    """Dimensions that give several fields of a case their values."""
+    """Dimensions that set several fields of a case."""
 
     @property
     def plain(self) -> Choice:
         return {name: values[0] for name, values in self.dimensions.items()}
 
     def fields(self, choice: Choice) -> dict[str, Any]:
-        """The values of a case's fields."""
+        """Return the values of a case's fields."""
         values = {name: value for name, value in choice.items() if name not in self.joint}
         for name, fields in self.joint.items():
             values |= zip(fields, choice[name], strict=True)
         return values
 
     def draw(self, rng: random.Random, given: Mapping[str, Any]) -> Choice | None:
-        """A legal choice with `given` values: a random one, in which what is to blame for its not
-        being legal is drawn again. None if that does not help."""
+        """Draw a legal choice with `given` values: a random one, in which illegal values are drawn
+        again. None if that does not help."""
         choice = {name: self._value(rng, name) for name in self.dimensions} | given
         for _ in range(REPAIRS):
             blamed = self.blame(choice)
@@ -73,8 +73,8 @@ class Pairs:
         return values[int(rng.random() * len(values))]  # rng.choice takes three times as long
 
     def completion(self, values: Mapping[str, Any]) -> Choice | None:
-        """A legal choice with these values, plain but for few others, if there is any: what is to
-        blame is changed, one value after the other."""
+        """Return a legal choice with these values, and few others that are not plain, if there is
+        one. It changes the values that make a choice illegal, one after the other."""
         tried: set[frozenset[Any]] = set()
         begin = dict(values)
         level = [begin]
@@ -96,7 +96,7 @@ class Pairs:
         return None
 
     def all(self) -> Iterator[Pair]:
-        """Every pair of values of two dimensions, possible or not."""
+        """Yield every pair of values of two dimensions, possible or not."""
         for a, b in itertools.combinations(self.dimensions, 2):
             for x, y in itertools.product(self.dimensions[a], self.dimensions[b]):
                 yield (a, x), (b, y)
@@ -108,11 +108,11 @@ class Pairs:
         known: Sequence[Pair] = (),
         told: Callable[[int, int], None] = lambda choices, missing: None,
     ) -> tuple[list[Choice], list[Pair]]:
-        """Choices that between them hold every possible pair, and the pairs that are impossible.
+        """Return choices that together contain every possible pair, and the impossible pairs.
 
         Greedy: of some random choices that contain a missing pair, take the one with most of them.
-        `begin` has choices to start with, and `known` pairs that are impossible. `told` hears of
-        choices made and pairs missing.
+        It starts with the choices `begin`; the pairs `known` are impossible. `told` is called with
+        the numbers of choices made and of pairs missing.
         """
         choices = [choice for choice in begin if not self.blame(choice)]
         held: set[Pair] = set().union(*map(pairs_of, choices))
@@ -143,8 +143,8 @@ class Pairs:
         return self.plainer(choices), impossible
 
     def plainer(self, choices: list[Choice]) -> list[Choice]:
-        """The same pairs, with the plain value of each dimension that is to be plain more often
-        wherever no pair is lost; without choices that hold no pair alone."""
+        """Make dimensions plain that should be plain more often, wherever no pair is lost. Remove
+        choices without a pair of their own."""
         held = Counter(pair for choice in choices for pair in pairs_of(choice))
         for choice, name in itertools.product(choices, self.plain_share):
             if choice[name] == (plain := self.dimensions[name][0]):
@@ -164,7 +164,7 @@ class Pairs:
         return needed
 
     def check_held(self, choices: Sequence[Choice], impossible: Collection[Pair]) -> None:
-        """Every pair is held or among those that are impossible, and every value is held."""
+        """Assert that each pair is in a choice or impossible, and each value in a choice."""
         held: set[Pair] = set().union(*map(pairs_of, choices))
         without = set(impossible)
         both = held & without

@@ -1,4 +1,4 @@
-"""Faults of copies of experts, seeded one at a time: parity has to notice each."""
+"""Faults of expert replicas, seeded one at a time: parity has to notice each."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def gradients_of_the_owner_s_own_rows_are_lost() -> Patch:
 
 
 def weights_of_copies_are_one_step_old() -> Patch:
-    """None leave after an update, unless other copies are chosen after it."""
-    return mock.patch.object(Optimizer, "_copies_are_old")
+    """Send no weights after an update, unless the replicas change after it."""
+    return mock.patch.object(Optimizer, "_mark_replicas_stale")
 
 
 def weights_of_copies_leave_before_the_update() -> Patch:
-    """Other copies than before are sent the weights that were there when the last ones left."""
+    """Send new replicas the weights that were current when the last ones were sent."""
     begin = ExpertReplicas.start_broadcast
 
     def wrong(self: ExpertReplicas) -> None:
@@ -109,10 +109,10 @@ def copies_are_counted_in_the_norm() -> Patch:
 
 
 def copies_send_their_gradients_after_the_reduction() -> Patch:
-    finish, home = Optimizer.finish_reduce, Optimizer._bring_home
+    finish, home = Optimizer.finish_reduce, Optimizer._return_replica_grads
 
     def wrong(self: Optimizer, loss_scale: float = 1.0) -> Tensor:
-        with mock.patch.object(Optimizer, "_bring_home"):
+        with mock.patch.object(Optimizer, "_return_replica_grads"):
             squares = finish(self, loss_scale)
         home(self)
         return squares

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megapipe.config.config import Config
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from tests.parity import own_models
+from tests.parity import user_models
 from tests.parity.cases import Case, configure
 
 ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32")
@@ -20,27 +20,27 @@ CP = replace(ONE, cp=2, sequence=64)
 EP = replace(SP, ep=2, moe="top 2")
 SLICED = replace(LLAMA, schedule="seq1f1b", slices=4, sequence=32)
 OWN = Case(pp=2, in_process=True, layers=6)
-"""Of user-defined models."""
+"""A case for user-defined models."""
 
 
-ENDS = {"pipeline": {"layout": "E | L*4 | L*4 | H"}}
-"""Stages without layers."""
+ENDS = {"pipeline": {"stage_layout": "E | L*4 | L*4 | H"}}
+"""Settings with stages that have no layers."""
 MIXTURE = {"data": {"mixture": {name: {"source": name, "weight": 1} for name in "abc"}}}
 
 
 class Stages(NamedTuple):
-    """A case, and the stages that are measured."""
+    """A case, and its stages to be measured."""
 
     case: Case
     stages: Sequence[int] = (1,)
     rows: int | None = None
-    """Of a part of a micro-batch, as some schedules have it; None: it is whole."""
+    """Samples of a part of a micro-batch, as some schedules have it; None: all of them."""
     own: str = ""
-    """The user-defined model, of those in tests.parity.own_models."""
+    """User-defined model in tests.parity.user_models."""
     loss: str | None = None
-    """A user-defined loss, likewise."""
+    """User-defined loss in tests.parity.user_models."""
     keys: Mapping[str, Mapping[str, Any]] = {}
-    """Keys of the configuration that cases do not have, by section."""
+    """Configuration keys that cases do not have, by section."""
 
     @property
     def name(self) -> str:
@@ -49,8 +49,8 @@ class Stages(NamedTuple):
 
     def configure(self) -> tuple[Config, Layout]:
         if self.own:
-            own = own_models.Own(self.own, self.case, self.case.layers, self.loss)
-            return own_models.settle(own)
+            own = user_models.Own(self.own, self.case, self.case.layers, self.loss)
+            return user_models.settle(own)
         config, layout = configure(self.case)
         if not self.keys:
             return config, layout
@@ -86,7 +86,7 @@ CASES = [
     Stages(replace(TP, lora="heads together")),
     Stages(replace(ONE, pp=1, layers=2), (0,)),
     Stages(ONE, (3,), keys=MIXTURE),
-    Stages(replace(ONE, documents=True), (0,), keys={"data": {"reset_positions": True}} | ENDS),
+    Stages(replace(ONE, documents=True), (0,), keys={"data": {"reset_position_ids": True}} | ENDS),
     Stages(OWN, (0, 1), own="split"),
     Stages(OWN, own="split", loss="squares"),
     *(Stages(OWN, (0, 1), own=name) for name in ("tied", "severed")),

@@ -1,4 +1,4 @@
-"""A callback that spoils numbers of a run, on one rank and in chosen steps."""
+"""A callback that changes values of a run, on one rank and in chosen steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ What = Literal["loss", "gradient", "state"]
 
 @dataclass
 class Poison(Callback):
-    """Multiplies a number on `rank` by `factor` in every step that takes samples of [first, stop).
+    """Multiplies a value on `rank` by `factor` in every step that takes samples of [first, stop).
 
-    loss: that of a micro-batch; gradient: one value of each shard; state: one of the optimizer's,
-    before the step. A step that is computed several times has it in the first `times`.
+    loss: a micro-batch's loss; gradient: one value of each shard; state: one of the optimizer's,
+    before the step. If a step is computed several times, only the first `times` are changed.
     """
 
     what: What
@@ -31,9 +31,9 @@ class Poison(Callback):
 
     def begin(self, run: Run) -> None:
         self._computed: Counter[int] = Counter()
-        """How often each step was, of those that are hit."""
+        """Number of times that each affected step was computed."""
         self._step = -1
-        """The one that is being computed, if it is hit."""
+        """Step that is being computed; -1 if it is not affected."""
         step = run.train_step
         self._watch(run, step._feed, step.optimizer)
         for shard in step.optimizer.shards:
@@ -48,7 +48,7 @@ class Poison(Callback):
         step.totals.own_loss = spoiled  # type: ignore[method-assign]
 
     def _watch(self, run: Run, feed: Any, optimizer: Any) -> None:
-        """Have this know which step is computed: data are fetched, then gradients begin at 0."""
+        """Note which step is computed: data are fetched, then gradients start at 0."""
         fetch, begin = feed.fetch, optimizer.zero_grad
 
         def fetched(schedule: Any, rows: Any, step: int, first: int, *more: Any) -> Any:
@@ -65,7 +65,7 @@ class Poison(Callback):
     def _hits(self, run: Run, step: int) -> bool:
         train = run.train_step
         taken = range(train.samples(step), train.samples(step + 1))
-        numbers = map(train.left_out.number_after, taken)
+        numbers = map(train.skipped_samples.number_after, taken)
         return run.mesh.rank == self.rank and any(self.first <= n < self.stop for n in numbers)
 
     def _spoils(self, what: What) -> bool:

@@ -1,4 +1,4 @@
-"""Texts of a prepared corpus, and a tokenizer that is not to be asked."""
+"""Texts of a prepared corpus, and a tokenizer that must not be used."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Barred(ByteTokenizer):
 
 
 def texts_of(prepared: Prepared, split: str) -> list[str]:
-    """The documents of a split, taken back from its token file."""
+    """Return the documents of a split, decoded from its token file."""
     tokens = TokenFile(prepared.folder / split).tokens[:]
     assert tokens[-1] == 256
     ends = np.flatnonzero(tokens == 256)

@@ -1,4 +1,4 @@
-"""Processes that permissions of files bind, whoever runs the tests."""
+"""Processes that file permissions bind, whoever runs the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 _VERSION_3 = 0x20080522
 _PR_CAPBSET_DROP = 24
 _OVERRIDES = (1, 2, 3)
-"""CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER: what lets root read and write all files."""
+"""CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER: they let root read and write all files."""
 
 
 class _Header(ctypes.Structure):
@@ -20,10 +20,10 @@ class _Set(ctypes.Structure):
 
 
 def obey_permissions() -> None:
-    """Have this process bound by the permissions of files, as root is not (capabilities(7)).
+    """Make file permissions bind this process, even as root (capabilities(7)).
 
-    It keeps its user, so that what it may do with its own files follows from their modes. Raises
-    OSError where the system does not do it.
+    It keeps its user, so the modes of its files say what it may do. Raises OSError if the system
+    refuses.
     """
     if os.geteuid() != 0:
         return

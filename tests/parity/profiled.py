@@ -1,4 +1,4 @@
-"""A step that is profiled, and what its traces hold."""
+"""A profiled step, and the contents of its traces."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def profile_step(folder: Path) -> Path:
-    """Write a profiled step of this process as rank 0, and the same as rank 12 of a host whose
-    times count from a second later."""
+    """Write a profiled step of this process as rank 0, and the same step as rank 12 of a host whose
+    clock starts a second later."""
     profile = StepProfile(folder, 20, rank=0, place="pp 0 dp 0 tp 0", on_gpu=False)
     profile.start()
     with record_function("F stage 0 micro-batch 3"):

@@ -20,9 +20,8 @@ from tests.parity.cases import STEPS as STEPS
 from tests.parity.cases import batch_of as batch_of
 from tests.parity.cases import plain as plain
 from tests.parity.checking import check_case as check_case
-from tests.parity.choices import recording
 from tests.parity.expected import expected as expected
-from tests.parity.held_models import HeldWeights
+from tests.parity.in_memory_models import HeldWeights
 from tests.parity.named_settings import ACTIVATIONS as ACTIVATIONS
 from tests.parity.named_settings import OF_ALL_MODELS as OF_ALL_MODELS
 from tests.parity.outcome import (
@@ -36,6 +35,7 @@ from tests.parity.outcome import (
 )
 from tests.parity.outcome import _global as _global
 from tests.parity.outcome import assemble as assemble
+from tests.parity.routing_margins import recording
 
 
 def run_case(world: World, case: Case, *, validate: bool = True, device: str = "cpu") -> Outcome:
@@ -51,7 +51,7 @@ def run_case(world: World, case: Case, *, validate: bool = True, device: str = "
 
 
 def as_gpipe(like: Schedule) -> Schedule:
-    """All forwards, then all backwards, of the same pieces in the same places."""
+    """Build all forwards, then all backwards, of the same work items and placement."""
     return gpipe_on(
         like.placement,
         like.microbatches,
@@ -62,14 +62,14 @@ def as_gpipe(like: Schedule) -> Schedule:
 
 
 def values_of(step: TrainStep) -> dict[str, Parts]:
-    """What this rank alone answers for, what routers keep among the weights."""
+    """Return the values for which this rank is primary; router state is among the weights."""
     values = own_values(step.optimizer)
     values.setdefault("model", []).extend(kept_by_routers(step))
     return values
 
 
 def train(step: TrainStep, case: Case, *, validate: bool) -> Outcome:
-    """Train the case's steps; what this rank saw."""
+    """Train the case's steps; return what this rank saw."""
     outcome = Outcome()
     with recording(lambda: outcome.chosen[-1]):
         _train(step, case, outcome, validate=validate)
@@ -100,7 +100,7 @@ def _train(step: TrainStep, case: Case, outcome: Outcome, *, validate: bool) -> 
 
 
 def note_gradients(step: TrainStep, outcome: Outcome) -> None:
-    """Note what this rank owns of the reduced gradients, each time they are."""
+    """Note this rank's part of the reduced gradients after each reduction."""
     optimizer, finish_reduce = step.optimizer, step.optimizer.finish_reduce
 
     def spy(loss_scale: float = 1.0) -> Tensor:
@@ -112,7 +112,7 @@ def note_gradients(step: TrainStep, outcome: Outcome) -> None:
 
 
 def resumed(step: TrainStep) -> TrainStep:
-    """A new one that has loaded what the given one has saved after its first step."""
+    """Build a new step that has loaded what the given one has saved after its first step."""
     mesh = step.mesh
     folder = Path(mesh.share(tempfile.mkdtemp() if mesh.rank == 0 else ""))
     step.settle()
@@ -133,7 +133,7 @@ def resumed(step: TrainStep) -> TrainStep:
 
 
 def run_cases(world: World, cases: Sequence[Case], device: str = "cpu") -> list[Outcome]:
-    """All cases of one world size, one after the other."""
+    """Run all cases of one world size, one after the other."""
     results = []
     for case in cases:
         try:

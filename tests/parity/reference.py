@@ -1,6 +1,6 @@
 """A plain single-process GPT and its training: what every layout has to reproduce.
 
-Pure functions on a dict of full tensors, written for the reader and not for speed, and sharing no
+Pure functions on a dict of full tensors, written for the reader and not for speed; they share no
 code with the package. Batch first; weights are [out, in]; the model's sizes must be resolved.
 """
 
@@ -22,16 +22,16 @@ from tests.parity.compare import assert_weights_close as assert_weights_close
 from tests.parity.compare import gradient_scales as gradient_scales
 from tests.parity.mixture import Told, Wire, has_experts, kept, mixture, moved
 from tests.parity.mixture import shapes as mixture_shapes
-from tests.parity.own_norm import mean_size
 from tests.parity.reference_positions import rotate, slope
+from tests.parity.user_norm import mean_size
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 """tokens [b, s], labels [b, s] and mask [b, s] (0 or false: not in the loss) of a global batch."""
 Noise = Mapping[tuple[str, int], Tensor]
-"""Dropout: what (a place, its layer) is multiplied by, 0 or 1 / (1 - p). "attention": [b, heads, s,
-s], of the probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]. Of routing factors
-"jitter", [b, s, h], and "second", numbers between 0 and 1, [b, s]."""
+"""Dropout factors, 0 or 1 / (1 - p), by place and layer. "attention": [b, heads, s, s], for
+probabilities; "embedding", "attention_out" and "mlp_out": [b, s, h]. For routing: factors "jitter",
+[b, s, h], and "second", numbers between 0 and 1, [b, s]."""
 
 ADAPTER_SCALE = 1.5
 """alpha / rank of all adapters."""
@@ -79,7 +79,7 @@ class Step:
 
 
 def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model, and of its adapters after them."""
+    """Return name and shape of every tensor of the model, followed by its adapters."""
     h, f, v = model.hidden, model.ffn_hidden, model.vocab_size
     attended = model.heads * model.head_dim
     qkv = attended + 2 * model.kv_heads * model.head_dim
@@ -120,7 +120,7 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
     if not model.tied_embeddings:
         out["head.weight"] = (v, h)
     if lora is not None and lora.rank is not None:
-        shared = model.moe.shared
+        shared = model.moe.shared_ffn_hidden
         sizes = {  # outputs and inputs
             "attention.qkv": (qkv, h),
             "attention.q": (attended, h),
@@ -131,7 +131,7 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
             "mlp.up": (f, h),
             "mlp.down": (h, f),
         }
-        beside = {  # of the MLP beside experts
+        beside = {  # of the shared expert
             "mlp.gate": (shared, h),
             "mlp.up": (shared, h),
             "mlp.down": (h, shared),
@@ -150,14 +150,14 @@ def shapes(model: ModelConfig, lora: LoraConfig | None = None) -> dict[str, tupl
 
 
 def trained(names: Iterable[str]) -> list[str]:
-    """Those of the adapters if there are any, else all but what routers keep."""
+    """Return the names of adapters if there are any, else all names except router state."""
     names = [name for name in names if not kept(name)]
     return [name for name in names if ".lora_" in name] or names
 
 
 def as_computed(params: Mapping[str, Tensor], dtype: str) -> Params:
-    """Weights in the type that a model of `dtype` computes with; what routers keep in that of
-    masters."""
+    """Return weights in the type that a model of `dtype` computes with, and router state in the
+    masters' type."""
     compute, master = COMPUTE_DTYPES[dtype], MASTER_DTYPES[dtype]
     return {name: p.to(master if kept(name) else compute) for name, p in params.items()}
 
@@ -168,8 +168,9 @@ def init_random(
     dtype: torch.dtype = torch.float64,
     lora: LoraConfig | None = None,
 ) -> Params:
-    """Random tensors under which no gradient vanishes by accident: norm weights about 1, biases
-    not 0, matrices large enough for uneven attention. Drawn in fp64, then cast to `dtype`."""
+    """Return random tensors under which no gradient vanishes by accident: norm weights about 1,
+    biases not 0, matrices large enough for uneven attention. Drawn in fp64, then cast to
+    `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
     for name, shape in shapes(model, lora).items():
@@ -179,7 +180,7 @@ def init_random(
         elif name.endswith(".bias"):
             tensor = 0.1 * draw
         elif len(shape) == 1:
-            tensor = (0 if model.norm_offset else 1) + 0.1 * draw
+            tensor = (0 if model.zero_centered_norm else 1) + 0.1 * draw
         elif name.startswith("embedding."):
             tensor = 0.5 * draw
         else:
@@ -189,7 +190,7 @@ def init_random(
 
 
 def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 0.0) -> Batch:
-    """Random tokens, labels and mask of shape [b, s]; about a share `masked` is masked out."""
+    """Draw tokens, labels and mask of shape [b, s]; about a share `masked` is masked out."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.vocab_size, (b, s), generator=generator)
     labels = torch.randint(model.vocab_size, (b, s), generator=generator)
@@ -198,7 +199,7 @@ def random_batch(model: ModelConfig, b: int, s: int, seed: int, masked: float = 
 
 
 def positions_of(tokens: Tensor) -> Tensor:
-    """Positions [1 or b, s] of the tokens [b, s]: those in the sample."""
+    """Return positions [1 or b, s] of the tokens [b, s] within their samples."""
     return torch.arange(tokens.shape[1]).unsqueeze(0)
 
 
@@ -210,10 +211,10 @@ def logits(
     noise: Noise | None = None,
     told: Told | None = None,
 ) -> Tensor:
-    """Logits [b, s, V] in the dtype of `params`.
+    """Return logits [b, s, V] in the dtype of `params`.
 
-    With `end`, the token that ends a document, nothing is seen of earlier documents. `told` takes
-    what layers with experts tell.
+    With `end`, the token that ends a document, tokens do not see earlier documents. `told` records
+    the routing of MoE layers.
     """
     told = Told(len(tokens)) if told is None else told
     hidden = _hidden_from(tokens, end)
@@ -248,7 +249,7 @@ def logits(
 
 
 def _of_routing(noise: Noise | None, layer: int) -> tuple[Tensor, Tensor] | None:
-    """Jitter and, of second choices, the numbers of a layer."""
+    """Return a layer's jitter, and the numbers for its second choices."""
     if noise is None or ("jitter", layer) not in noise:
         return None
     return noise["jitter", layer], noise["second", layer]
@@ -267,7 +268,8 @@ def token_losses(
     noise: Noise | None = None,
     told: Told | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, [b, s]; of bf16 and fp16 logits in fp32."""
+    """Return the cross-entropy of every token, [b, s]; bf16 and fp16 logits are computed in
+    fp32."""
     out = logits(params, model, tokens, end, noise, told)
     if out.dtype in (torch.bfloat16, torch.float16):
         out = out.float()
@@ -284,7 +286,8 @@ def loss(
     noise: Noise | None = None,
     told: Told | None = None,
 ) -> Tensor:
-    """Sum of the unmasked token losses / number of unmasked tokens; 0 if there are none."""
+    """Return the sum of the unmasked token losses / number of unmasked tokens; 0 if there are
+    none."""
     losses = token_losses(params, model, tokens, labels, end, noise, told)
     kept = mask.to(losses.dtype)
     return (losses * kept).sum() / kept.sum().clamp(min=1)
@@ -300,12 +303,12 @@ def loss_and_grads(
     scale: float = 1.0,
     told: Told | None = None,
 ) -> tuple[float, Params]:
-    """Loss and gradients of what is trained, computed in `model.dtype` and returned in its
+    """Return loss and gradients of what is trained, computed in `model.dtype` and returned in its
     main-gradient dtype.
 
-    The loss is multiplied by `scale` on the way back, and the gradients are divided by it. Terms
-    that layers with experts add to it are in the gradients alone; `told` has the rows of a
-    micro-batch, by default all.
+    The loss is multiplied by `scale` for the backward, and the gradients are divided by it. Terms
+    of MoE layers are in the gradients alone; `told` has the samples of a micro-batch, by default
+    all.
     """
     told = Told(len(batch[0])) if told is None else told
     master = MASTER_DTYPES[model.dtype]
@@ -326,8 +329,8 @@ def train(
     rows: int | None = None,
     wire: Wire | None = None,
 ) -> list[Step]:
-    """One AdamW step per global batch on master weights (fp32, for an fp64 model fp64); `rows` are
-    those of a micro-batch, by default all, and `wire` is what rows of experts go through."""
+    """Take one AdamW step per global batch on master weights (fp32, for an fp64 model fp64). `rows`
+    are the samples of a micro-batch, by default all; rows of experts go through `wire`."""
     assert len(optimizer.lr) == len(batches), "one learning rate per step"
     assert model.dropout == model.moe.jitter == 0, "noise differs from step to step"
     dtype = MASTER_DTYPES[model.dtype]
@@ -372,7 +375,7 @@ def _norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig
 
 
 def _rms(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
-    if model.norm_offset:  # 1 + weight would lose bits in a narrow type
+    if model.zero_centered_norm:  # 1 + weight would lose bits in a narrow type
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, weight.shape, 1 + weight.to(wide.dtype), model.norm_eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, model.norm_eps)
@@ -383,7 +386,7 @@ def _head_norm(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelC
 
 
 def _half(x: Tensor, params: Mapping[str, Tensor], name: str, half: int) -> Tensor:
-    """One of the two products of a matrix [2, out, in]."""
+    """Return one of the two products of a matrix [2, out, in]."""
     bias = params.get(f"{name}.bias")
     return F.linear(x, params[f"{name}.weight"][half], None if bias is None else bias[half])
 
@@ -394,7 +397,7 @@ def _linear(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _adapter(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
-    """What an adapter adds, if there is one of that name; else 0."""
+    """Return what an adapter adds, if there is one of that name; else 0."""
     a, b = (params.get(f"{name}.lora_{matrix}") for matrix in "ab")
     if a is None or b is None:
         return x.new_zeros(())
@@ -402,8 +405,8 @@ def _adapter(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _hidden_from(tokens: Tensor, end: int | None) -> Tensor:
-    """[b, s, s]: true where a position must not see another: a later one, or one that an end of
-    a document separates it from."""
+    """Return [b, s, s]: true where a position must not see another: a later one, or one before an
+    end of a document."""
     b, s = tokens.shape
     hidden = torch.zeros(b, s, s, dtype=torch.bool)
     for row in range(b):
@@ -445,11 +448,10 @@ def _attention(
             q = _head_norm(q, params, f"{name}.q_norm", model)
             k = _head_norm(k, params, f"{name}.k_norm", model)
         if model.positions == "rotary":
-            if window is not None and model.rotary_local_base is not None:
-                local = {"rotary_base": model.rotary_local_base, "rotary_scaling": "none"}
-                q, k = (rotate(each, model.model_copy(update=local)) for each in (q, k))
-            else:
-                q, k = rotate(q, model), rotate(k, model)
+            rope = model.rope
+            if window is not None and rope.local_base is not None:
+                rope = rope.model_copy(update={"base": rope.local_base, "scaling": "none"})
+            q, k = rotate(q, rope), rotate(k, rope)
         scores = q @ k.transpose(-1, -2)  # [b, s, s]
         scores = (
             scores / math.sqrt(d)
@@ -470,15 +472,15 @@ def _attention(
 def _adapter_of_head(
     x: Tensor, params: Mapping[str, Tensor], name: str, head: int, d: int
 ) -> Tensor:
-    """What an adapter of the queries, keys or values adds to a head: [b, s, d], or 0."""
+    """Return what an adapter of queries, keys or values adds to a head: [b, s, d], or 0."""
     added = _adapter(x, params, name)
     return added[..., head * d : (head + 1) * d] if added.ndim else added
 
 
 def _window(model: ModelConfig, layer: int) -> int | None:
-    """Positions that a token of a layer sees."""
+    """Return the number of positions that a token of a layer sees."""
     every = model.full_attention_every
-    return None if every is not None and layer % every == every - 1 else model.window
+    return None if every is not None and layer % every == every - 1 else model.sliding_window
 
 
 def _mlp(x: Tensor, params: Mapping[str, Tensor], name: str, model: ModelConfig) -> Tensor:

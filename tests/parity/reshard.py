@@ -1,4 +1,4 @@
-"""Layouts that save and load each other's checkpoints, and faults that loading could have."""
+"""Layouts that save and load each other's checkpoints, and faults of loading."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.shard import Shard
 from megapipe.testing import World
 from megapipe.train import checkpoint_io
-from tests.parity.held_state import Held, held
+from tests.parity.rank_state import Held, held
 from tests.parity.ranks import STEPS, Case, Rows, configure
 
 SMALL = partial(Case, layers=6, vocab=301, sequence=16, dtype="fp32", m=4, moe="every second")
-"""Tied embeddings, whose vocabulary neither 2 nor 4 divides; every second layer has experts, each
-another number of them."""
+"""A case with tied embeddings, whose vocabulary neither 2 nor 4 divides. Every second layer has
+experts, each another number."""
 CUT = 1 / 1024
-"""A size of buckets, MiB, at which stages have several."""
+"""A bucket size, MiB, at which stages have several buckets."""
 
 LAYOUTS: dict[str, Case] = {
     "one process": SMALL(m=2),
@@ -68,7 +68,7 @@ SIZES = sorted({case.world for case in LAYOUTS.values()})
 
 
 class Seen(NamedTuple):
-    """What a rank holds, and how far it believes to have come."""
+    """What a rank holds, and the progress that it has loaded."""
 
     parts: list[Held]
     updates: int
@@ -76,17 +76,17 @@ class Seen(NamedTuple):
 
 
 def of_size(world: int) -> list[str]:
-    """The layouts of so many processes."""
+    """Return the layouts of `world` processes."""
     return [name for name, case in LAYOUTS.items() if case.world == world]
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """The only checkpoint of a layout, or of a reshard."""
+    """Return the only checkpoint of a layout, or of a reshard."""
     return root / name / f"step-{STEPS:08d}"
 
 
 def new_step(world: World, name: str) -> TrainStep:
-    """A layout, with initial weights of its own."""
+    """Build a layout, with initial weights of its own."""
     case = LAYOUTS[name]
     config, layout = configure(case)
     mesh = world.mesh(case.grid)
@@ -100,7 +100,7 @@ def look(step: TrainStep) -> Seen:
 
 
 def train_and_save(world: World, names: Sequence[str], root: Path) -> dict[str, Seen]:
-    """Train each layout, and save it; what this rank holds then."""
+    """Train and save each layout; return what this rank then holds."""
     seen = {}
     for name in names:
         step, rows = new_step(world, name), Rows(LAYOUTS[name])
@@ -115,7 +115,7 @@ def train_and_save(world: World, names: Sequence[str], root: Path) -> dict[str, 
 def reshard(
     world: World, pairs: Mapping[str, Sequence[str]], root: Path
 ) -> dict[tuple[str, str], Seen]:
-    """For each target load each of its sources, and save it again; what this rank held.
+    """Load, for each target, each of its sources, and save it again; return what this rank held.
 
     A target has trained before, so whatever a load leaves out has values of another run.
     """
@@ -138,7 +138,7 @@ def _moved(step: TrainStep, root: Path, source: str, name: str) -> Seen:
 def reshard_with_faults(
     world: World, source: str, target: str, other: str, root: Path
 ) -> dict[str, Seen]:
-    """Load and save again a source with each of the faults, and each time `other` before it."""
+    """Load a source and save it again with each of the faults, after loading `other` each time."""
     step, seen = new_step(world, target), {}
     for fault in FAULTS:
         step.load(folder_of(root, other))
@@ -148,12 +148,12 @@ def reshard_with_faults(
 
 
 def _read(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """Regions are read as `change` says: from the read of a checkpoint to another one."""
+    """Replace the read of a checkpoint's region by what `change` makes from it."""
     return mock.patch.object(Checkpoint, "read_into", change(Checkpoint.read_into))
 
 
 def a_region_read_one_too_early() -> AbstractContextManager[Any]:
-    """In the last dimension, where there is room."""
+    """Read a region one too early in the last dimension, unless it begins there."""
 
     def change(read: Any) -> Any:
         def wrong(self: Checkpoint, out: Tensor, name: str, region: Region) -> None:
@@ -168,7 +168,7 @@ def a_region_read_one_too_early() -> AbstractContextManager[Any]:
 
 
 def two_rectangles_swapped() -> AbstractContextManager[Any]:
-    """The two halves of what is read from a matrix."""
+    """Swap the two halves of what is read from a matrix."""
 
     def change(read: Any) -> Any:
         def wrong(self: Checkpoint, out: Tensor, name: str, region: Region) -> None:
@@ -192,7 +192,7 @@ def one_state_for_the_other() -> AbstractContextManager[Any]:
 
 
 def a_tied_copy_left_as_it_was() -> AbstractContextManager[Any]:
-    """The last stage keeps what it had, but for the slice that it owns."""
+    """Leave the last stage's tied weights as they are, except the shard that it owns."""
     set_weights, in_place = Shard.set_weights, Shard.weights_in_place
 
     def is_last(shard: Shard) -> bool:
@@ -238,7 +238,7 @@ def padding_filled() -> AbstractContextManager[Any]:
 
 
 def two_pieces_saved_in_each_others_place() -> AbstractContextManager[Any]:
-    """The first two of a size on each rank."""
+    """Swap, on each rank, every two pieces of equal size."""
     pieces = checkpoint_io.pieces
 
     def wrong(optimizer: Optimizer) -> Iterator[Piece]:
@@ -265,4 +265,4 @@ FAULTS: dict[Callable[[], AbstractContextManager[Any]], str] = {
     padding_filled: "embedding.word.weight on rank 1: 304 of 1024 values differ, the first at -1:",
     two_pieces_saved_in_each_others_place: "saved again as another",
 }
-"""Each with words of what is said of it."""
+"""Faults, each with words of the expected error."""

@@ -1,6 +1,6 @@
-"""Random numbers of routing as the contract has them: functions of what token they are for.
+"""Random numbers of routing as docs define them: functions of their token's index.
 
-Written with whole numbers of numpy; nothing of the package is asked but what seed coordinates have.
+Computed with numpy's integers; only the seeds of coordinates come from the package.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 def is_random(case: Case) -> bool:
     """Whether routing takes random numbers."""
     moe = settings(case).model.moe
-    return moe.jitter > 0 or moe.second == "random"
+    return moe.jitter > 0 or moe.second_expert == "random"
 
 
 def routing_noise_of(case: Case, step: int) -> Noise:
-    """By purpose and layer: "jitter", factors [b, s, h], and "second", uniform [b, s]."""
+    """Return, by purpose and layer, factors "jitter" [b, s, h] and uniform numbers "second" [b,
+    s]."""
     config = settings(case)
     model, s, h = config.model, case.sequence, config.model.hidden
     tokens = np.arange(case.batch * case.m * case.dp * s, dtype=np.uint64)
@@ -42,7 +43,7 @@ def routing_noise_of(case: Case, step: int) -> Noise:
 
 
 def uniform(seed: int, numbers: Numbers) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The first 24 bits of splitmix64 as a share of 1."""
+    """Return the first 24 bits of splitmix64 as numbers in [0, 1)."""
     with np.errstate(over="ignore"):
         z = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

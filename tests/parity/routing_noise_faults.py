@@ -24,7 +24,7 @@ RANDOM = Case(moe="random", masked=0.3, layers=2)
 
 
 def _of(change: Callable[[MicroBatch, int], tuple[MicroBatch, int]]) -> Patch:
-    """The noise of another micro-batch and layer."""
+    """Use the noise of another micro-batch and layer."""
     of = TokenNoise.__init__
 
     def wrong(self: TokenNoise, mb: MicroBatch, layer: int, *rest: Any) -> None:
@@ -80,7 +80,7 @@ def a_router_gradient_of_input_without_jitter() -> Patch:
 
 
 def an_input_gradient_without_jitter() -> Patch:
-    """Of gradients, which are no tokens."""
+    """Leave out the jitter of the router's input gradients."""
     seen = RoutedExperts.router_input
 
     def wrong(self: RoutedExperts, noise: TokenNoise | None, values: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def an_input_gradient_without_jitter() -> Patch:
 
 
 def choices_left_out_that_take_places() -> Patch:
-    has_place = routing._has_place
+    has_place = routing._within_capacity
 
     def wrong(ids: Tensor, *rest: Any) -> Tensor:
         return has_place(routing.decode_choices(ids), *rest)
 
-    return mock.patch.object(routing, "_has_place", wrong)
+    return mock.patch.object(routing, "_within_capacity", wrong)
 
 
 def second_choices_kept_by_half_their_share() -> Patch:

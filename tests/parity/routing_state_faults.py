@@ -1,5 +1,5 @@
-"""Faults of what routers keep from step to step, biases and counts of choices, seeded one at a
-time: parity has to notice each."""
+"""Faults of router state, biases and counts of choices, seeded one at a time: parity has to notice
+each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.routing import RoutingResult
 from megapipe.layers.moe.specs import Routing
 from megapipe.layers.moe.token_shards import TokenShards
-from megapipe.train import routing as routing_door
+from megapipe.train import make_followers as routing_door
 from megapipe.train.moe import routing_state
-from megapipe.train.moe.routing import by_layer
 from megapipe.train.moe.routing_state import RoutingState
-from megapipe.train.step.own_totals import StepTotals
-from megapipe.train.totals import StepStats
+from megapipe.train.moe.routing_stats import by_layer
+from megapipe.train.step.local_stats import StepTotals
+from megapipe.train.step_stats import StepStats
 from tests.parity.cases import Case
 from tests.parity.faults import Patch
 
@@ -32,7 +32,7 @@ BIASED = Case(moe="groups", masked=0.3, layers=2)
 COUNTED = replace(BIASED, moe="step")
 FIRST = replace(COUNTED, moe="step, first", dp=2)
 PYRAMID = replace(BIASED, moe="pyramid, biased", layers=3)
-"""Layers with other numbers of experts."""
+"""A case whose layers differ in their number of experts."""
 
 
 def biases_in_the_weights() -> Patch:
@@ -61,7 +61,7 @@ def biases_moved_towards_more_choices() -> Patch:
 
 
 def biases_moved_by_each_micro_batch() -> Patch:
-    """Once for each, by its own choices."""
+    """Move biases once for each micro-batch, by its own choices."""
 
     @contextmanager
     def patches() -> Iterator[None]:
@@ -102,7 +102,7 @@ def biases_that_layers_are_not_given() -> Patch:
 
 
 def biases_by_the_choices_of_one_replica() -> Patch:
-    """Each rank moves them by what it has routed itself."""
+    """Move biases on each rank by what it has routed itself."""
 
     @contextmanager
     def patches() -> Iterator[None]:
@@ -136,7 +136,7 @@ def counts_by_the_choices_of_one_replica() -> Patch:
 
 
 def biases_by_the_experts_of_the_first_layer() -> Patch:
-    """As many are taken for the mean of each layer."""
+    """Use the first layer's number of experts for the mean of each layer."""
 
     def wrong(self: RoutingState, told: Sequence[float]) -> None:
         first = len(next(iter(self.biases.values())))
@@ -166,12 +166,12 @@ def balance_by_the_choices_of_the_step_itself() -> Patch:
 
 
 def balance_of_a_step_by_all_choices() -> Patch:
-    """In the place of first ones."""
+    """Count all choices in the auxiliary loss, instead of first ones."""
     return _choices_mistaken(balance=True)
 
 
 def biases_by_first_choices() -> Patch:
-    """In the place of all."""
+    """Move biases by first choices, instead of all."""
     return _choices_mistaken(balance=False)
 
 

@@ -1,4 +1,4 @@
-"""URLs with a secret, and a file system that knows them."""
+"""URLs with a secret, and a file system that opens them."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class Web(fsspec.AbstractFileSystem):
 
 fsspec.register_implementation("https", Web, clobber=True)
 """
-"""A web server that answers those who have the secret."""
+"""A web server that answers requests that have the secret."""

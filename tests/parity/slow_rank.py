@@ -1,4 +1,4 @@
-"""Jobs of which some ranks are slow: they sleep longer in each operation, or get less processor."""
+"""Jobs with some slow ranks: they sleep longer in each operation, or get less processor time."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Slow:
-    """Each operation sleeps, for some time for each layer of the stage. That is so much longer, by
-    a factor, on the `ranks`, in steps `first` to `last`; or these join a control `group`.
+    """A sleep in each operation, for a time per layer of the stage. It is longer by a factor on the
+    `ranks`, in steps `first` to `last`; or these ranks join a control `group`.
 
-    With `steady` the clock of a rank stands still while the system lets another program run: it has
-    the processor time of the rank, its sleep, and its waits for others, as long as they are.
+    With `steady` the clock of a rank stands still while the system runs another program. It counts
+    the rank's processor time, its sleep, and the full length of its waits for others.
     """
 
     ranks: tuple[int, ...] = ()
@@ -92,36 +92,36 @@ class Slow:
 
 @dataclass(frozen=True)
 class Watched:
-    """What a job has told of its ranks."""
+    """What a job has reported of its ranks."""
 
     outcome: Outcome
     steps: list[dict[str, Any]]
-    """The records of its log."""
+    """Step records of its log."""
 
     @property
     def told(self) -> list[tuple[int, str, int]]:
-        """Ranks, what they are, and since which step, in the order of its lines."""
+        """Ranks, what is reported of them, and since which step, in the order of its lines."""
         pattern = r" rank (\d+) \(pp .*\) is (a|still a|no) straggler.*? since step (\d+)"
         found = re.findall(pattern, self.outcome.text)
         return [(int(rank), what, int(step)) for rank, what, step in found]
 
     @property
     def scores(self) -> dict[int, tuple[int, float]]:
-        """The rank with the largest score, and that, by the steps that end windows."""
+        """The rank with the largest score, and that score, by the steps that end windows."""
         return {
-            record["step"]: (record["slowest_rank"], record["slowest_score"])
+            record["step"]: (record["straggler_rank"], record["straggler_score"])
             for record in self.steps
-            if record["slowest_rank"] is not None
+            if record["straggler_rank"] is not None
         }
 
 
 def run_watched(
     folder: Path, world: int, slow: Slow, *, limit_s: float = 60.0, **settings: str
 ) -> Watched:
-    """A job of `world` ranks, to its end."""
+    """Run a job of `world` ranks to its end."""
     script = folder / "slow_rank.py"
     script.write_text(SCRIPT.format(root=str(ROOT), slow=json.dumps(asdict(slow))))
-    windows = {"log.stragglers_every": str(EVERY), "train.steps": str(STEPS)}
+    windows = {"log.straggler_window": str(EVERY), "train.steps": str(STEPS)}
     given = arguments({**tiny(folder), **windows, **settings})
     outcome = run_forked(folder, world, *given, script=str(script), limit_s=limit_s)
     assert outcome.codes == [0] * world, outcome.text

@@ -1,4 +1,4 @@
-"""Where processes listen, as the system tells it."""
+"""Addresses on which processes listen, as the system reports them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERYWHERE = {8 * "0", 32 * "0"}
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses, in hexadecimal, at which a process listens."""
+    """Return the addresses, in hexadecimal, on which a process listens."""
     sockets = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed since

@@ -12,7 +12,7 @@ from tests.parity.ranks import take_region
 
 
 def give_values(module: nn.Module, full: dict[str, Tensor]) -> None:
-    """Storage for the parameters, filled with this rank's regions of the full tensors."""
+    """Allocate the parameters, and fill them with this rank's regions of the full tensors."""
     Bucket(0, list(owned_parameters(module)), Axis.alone(), torch.device("cpu"))
     for parameter in module.parameters():
         take_region(full[spec_of(parameter).name], spec_of(parameter), parameter.data)
@@ -23,5 +23,5 @@ def part(full: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def by_sequence(full: Tensor, sharding: Sharding) -> Tensor:
-    """The rank's share of activations between the tensor-parallel regions."""
+    """Return the rank's part of activations between the tensor-parallel regions."""
     return part(full, sharding.tp, 0) if sharding.sequence_split else full

@@ -10,10 +10,10 @@ from torch import Tensor
 from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
 from megapipe.engine.stage import Stage
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.lora_specs import Lora
 from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.parameter import TORCH_DTYPES, Sharding, spec_of
-from megapipe.layers.policy import BlockSpan
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.ops.compiler import Compiler
@@ -32,7 +32,7 @@ def new_stage(
     compiler: Compiler | None = None,
     lora: Lora | None = None,
 ) -> tuple[Stage, Bucket]:
-    """A stage, by default of the whole model, and the bucket of what is trained."""
+    """Build a stage, by default of the whole model, and the bucket of what is trained."""
     if spec is None:
         spec = StageSpec(embedding=True, layers=range(model.layers), head=True)
     kernels = Kernels(compiler=compiler)
@@ -54,7 +54,7 @@ def new_stage(
 def new_pipeline(
     model: ModelConfig, params: dict[str, Tensor], counts: Sequence[int], *, recompute: bool = False
 ) -> tuple[list[Stage], list[Bucket]]:
-    """Stages with that many layers each."""
+    """Build stages with `counts` layers each."""
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     specs = [
         StageSpec(embedding=end == counts[0], layers=range(end - n, end), head=end == sum(counts))
@@ -65,7 +65,7 @@ def new_pipeline(
 
 
 def main_grads(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
-    """Main gradients by name, without padding."""
+    """Return the main gradients by name, without padding."""
     result = {}
     for bucket in buckets:
         for entry in bucket.entries:

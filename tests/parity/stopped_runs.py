@@ -1,4 +1,4 @@
-"""Runs by the real trainer, on the ranks of a test world, that are stopped and go on."""
+"""Runs with the real trainer, on the ranks of a test world, that are stopped and resumed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megapipe.layout.resolve import resolve
 from megapipe.observe.record import ValidationRecord
 from megapipe.testing import World, run_world
 from megapipe.train.callbacks import Callback, Run, Step
-from megapipe.train.callbacks.saving import Clock
-from megapipe.train.source import Finished
+from megapipe.train.callbacks.checkpointing import Clock
+from megapipe.train.start_point import Finished
 from megapipe.train.trainer import Trainer
 from tests.parity.jobs import arguments, tiny
 from tests.parity.ranks import local_copies
@@ -41,7 +41,7 @@ BASE = {
     "checkpoint.every": str(HALF),
     "checkpoint.keep": "9",
     "optimizer.lr": "1e-2",
-    "optimizer.clip": "0.5",
+    "optimizer.max_grad_norm": "0.5",
 }
 DP = {"parallel.dp": "2", "parallel.pp": "2", "model.dropout": "0.1"}
 TP = {"parallel.tp": "2", "parallel.pp": "2", "parallel.sequence_parallel": "true"}
@@ -53,10 +53,10 @@ class Interrupted(BaseException):
 
 @dataclass(frozen=True)
 class Play:
-    """A run by the real trainer.
+    """A run with the real trainer.
 
-    `stop_after` ends it after the checkpoint of that step as if it were killed; `preempt` sends
-    rank 1 a signal during that step, by default that of a scheduler; `clocks` are the ranks' own,
+    `stop_after` ends it after the checkpoint of that step as if it were killed. `preempt` sends
+    rank 1 a signal during that step, by default a scheduler's. `clocks` are the ranks' own clocks,
     by which they save.
     """
 
@@ -92,12 +92,12 @@ class Witness(Callback):
 
 
 def play_all(world: World, base: Mapping[str, str], plays: list[Play]) -> list[dict[str, Any]]:
-    """This rank's part of one run after another."""
+    """Run all plays, one after another; return this rank's results."""
     return [play(world, base, each) for each in plays]
 
 
 def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
-    """All that this rank shows of a run: what it reported, its weights, its optimizer."""
+    """Run one play; return what this rank reported, its weights, its optimizer."""
     config: Config = parse(arguments({**base, **this.settings, "run.name": this.name})).config
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(config, world.size, tokenizer.vocab_size)
@@ -157,7 +157,7 @@ def play(world: World, base: Mapping[str, str], this: Play) -> dict[str, Any]:
 
 
 def run(folder: Path, *plays: Play, world: int = 4) -> list[list[dict[str, Any]]]:
-    """Per play, what each rank shows."""
+    """Return, for each play, every rank's result."""
     limit_s = 120.0 + 10 * len(plays)
     ranks = run_world(world, play_all, {**tiny(folder), **BASE}, list(plays), timeout_s=limit_s)
     return [list(outcomes) for outcomes in zip(*ranks, strict=True)]
@@ -168,7 +168,7 @@ def checkpoint(folder: Path, name: str, step: int) -> Path:
 
 
 def assert_same_files(a: StorageLocation, b: StorageLocation) -> None:
-    """The same global tensors, bit for bit."""
+    """Assert that two checkpoints have the same global tensors, bitwise."""
     first, second = Checkpoint.open(a), Checkpoint.open(b)
     assert first.names() == second.names()
     beside = ("stash.", "routing/")
@@ -184,7 +184,7 @@ def assert_same_files(a: StorageLocation, b: StorageLocation) -> None:
 def assert_continues(
     parts: list[dict[str, Any]], whole: list[dict[str, Any]], steps: int = STEPS
 ) -> None:
-    """Ranks of a resumed run against those of the uninterrupted one of so many steps."""
+    """Compare the ranks of a resumed run with those of the uninterrupted one of `steps` steps."""
     for part, full in zip(parts, whole, strict=True):
         assert part["error"] is None
         first = part["first_step"]
@@ -199,7 +199,7 @@ def assert_continues(
 
 
 def save_as_loaded(world: World, settings: Mapping[str, str], source: str, target: str) -> str:
-    """Load a checkpoint into a layout and save it from there."""
+    """Load a checkpoint into a layout and save it from that layout."""
     given = {**settings, "checkpoint.load": source, "run.name": "again"}
     tokenizer = load_tokenizer("byte")
     config, layout = resolve(parse(arguments(given)).config, world.size, tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""Rows of examples, the settings that read them, and what they become."""
+"""Rows of examples, settings that read them, and the resulting tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def settings(
         (folder / "chat.jinja").write_text(template)
         given["chat_template"] = str(folder / "chat.jinja")
     usual = {"source": str(folder / "rows.jsonl"), "cache": str(folder / "cache")}
-    usual |= {"samples": "supervised", "validation_fraction": 0}
+    usual |= {"sample_format": "supervised", "validation_fraction": 0}
     return DataConfig(**{**usual, **given})
 
 
 def stored(examples: Examples, vocab_size: int) -> list[tuple[list[int], list[bool]]]:
-    """Ids of each example, and which of them are labels."""
+    """Return the ids of each example, and which of them are labels."""
     part = examples.part("train")
     assert part is not None
     tokens = part.file.tokens[:].astype(int)
@@ -45,7 +45,7 @@ def rows_of_all_sizes() -> list[Any]:
 
 
 def in_other_files(config: DataConfig, folder: Path, *names: str) -> None:
-    """The examples of `config`, which are stored, are the same in files of other forms."""
+    """Check that files of other forms give the same examples as those of `config`."""
     right = stored(prepare_examples(config, ByteTokenizer(), progress=False), 257)
     assert len(right) == 40
     for name in names:

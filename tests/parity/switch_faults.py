@@ -1,6 +1,6 @@
-"""Mistakes in what does not depend on the layout: update rules, types, state, dropout, compiling.
+"""Mistakes in what does not depend on the layout: rules, types, state, dropout, compiling.
 
-Each must make the parity check fail, and say what is wrong.
+Each must make the parity check fail with the right message.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megapipe.distributed.mesh import Axis
 from megapipe.layers import dropout, linear
 from megapipe.model.gpt import attention, block, compiled
 from megapipe.model.gpt.stage import GPTStage
-from megapipe.optim import look_ahead, optimizer, reduction
+from megapipe.optim import optimizer, reduction, weight_prediction
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import elementwise, layerwise, muon
+from megapipe.optim.rules.full_matrices import Function
 from megapipe.optim.rules.rule import StateSlice
-from megapipe.optim.rules.whole import Function
 from megapipe.optim.shard import Shard
 from megapipe.optim.state_store import StatePolicy, StateStore
 from megapipe.testing import World
@@ -48,7 +48,7 @@ def gradients_not_clipped() -> Patch:
 
 
 def every_step_is_the_first() -> Patch:
-    """The moments' bias is corrected as if they had seen nothing."""
+    """Correct the moments' bias as if there had been no step."""
     adam_step = elementwise.adam_step
 
     def wrong(
@@ -69,20 +69,20 @@ def momentum_is_not_nesterov_s() -> Patch:
 
 
 def lion_keeps_what_it_steps_by() -> Patch:
-    """One decay rate for both."""
+    """Use one decay rate for both of Lion's averages."""
     update = elementwise.Lion.update
 
     def wrong(self: Any, *args: Any) -> None:
-        same = self.config.model_copy(update={"beta2": self.config.beta1})
-        with mock.patch.object(self, "config", same):
+        same = self.options.model_copy(update={"betas": [self.options.betas[0]] * 2})
+        with mock.patch.object(self, "options", same):
             update(self, *args)
 
     return mock.patch.object(elementwise.Lion, "update", wrong)
 
 
 def masters_are_ahead() -> Patch:
-    """The prediction is taken for the weights."""
-    predict = look_ahead.predict
+    """Write the predicted weights into the masters."""
+    predict = weight_prediction.predict
 
     def wrong(rule: Any, shard: Shard, distance: float, count: int, out: Tensor) -> None:
         predict(rule, shard, distance, count, out)
@@ -92,8 +92,8 @@ def masters_are_ahead() -> Patch:
 
 
 def ahead_by_another_count() -> Patch:
-    """Moments are corrected as by the update to come."""
-    predict = look_ahead.predict
+    """Correct the moments with the count of the next update."""
+    predict = weight_prediction.predict
 
     def wrong(rule: Any, shard: Shard, distance: float, count: int, out: Tensor) -> None:
         predict(rule, shard, distance, count + 1, out)
@@ -112,11 +112,11 @@ def matrices_not_made_whole() -> Patch:
     return mock.patch.object(muon, "apply_to_full_matrices", on_parts)
 
 
-# Types of the model, of gradients on their way, and of state.
+# Types of the model, of gradients in flight, and of state.
 
 
 def row_parallel_outputs_a_little_off() -> Patch:
-    """By a hundred-thousandth, 170 times what fp32 rounds by."""
+    """Scale outputs by 1 + 1e-5: an error 170 times as large as a rounding of fp32."""
     return scaled(linear, "row_product", 1 + 1e-5)
 
 
@@ -196,7 +196,7 @@ def states_rounded_to_the_nearest() -> Patch:
 
 
 def _seeds(**same: int) -> Patch:
-    """Random numbers that do not depend on some coordinates."""
+    """Draw random numbers that do not depend on some coordinates."""
     seed = dropout.dropout_seed
 
     def wrong(mb: Any, purpose: str, layer: int, tp_index: int) -> int:
@@ -286,11 +286,11 @@ FAULTS: dict[Callable[[], Patch], tuple[Case, str]] = {
     compiled_output_a_little_off: (COMPILED, "loss"),
     compiled_inputs_of_linear_layers_written_over: (COMPILED, "gradient"),
 }
-"""Each with a case and what the check then says."""
+"""Faults, each with a case and the message of the check."""
 
 
 def uncompiled() -> Patch:
-    """Compiled blocks run as they are, and are not compared with themselves first."""
+    """Run compiled blocks uncompiled, and do not compare them with themselves first."""
     stack = ExitStack()
     stack.enter_context(
         mock.patch("megapipe.assembly.kernels.torch_compile", lambda function: function)

@@ -35,7 +35,7 @@ def folder_config(text_folder: Path, tmp_path: Path) -> DataConfig:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter; privileges dropped in the test come back after it."""
+    """Make a folder that every user may enter; restore privileges that the test has dropped."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     user = os.geteuid()

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, for what they only say to each other through a store."""
+"""Ranks as threads of one process, for code in which ranks only use a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def at_once(world: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(rank)` gives on each of `world` threads: a result or an exception."""
+    """Return what `work(rank)` gives on each of `world` threads: a result or an exception."""
     results: list[Any] = [None] * world
 
     def rank_main(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A small family that shares no layer with the package: each token alone, through one matrix.
+"""A small family without layers of the package: each token alone, through one matrix.
 
 The embedding is the matrix E [V, h] itself, a layer is x + sin(x W), the head is E2 [h, V].
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.errors import ConfigError
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, new_parameter
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.interface import (
     Feature,
@@ -32,7 +32,7 @@ from megapipe.util.dtypes import Dtype
 
 @dataclass(frozen=True)
 class Tiny(ModelSpec):
-    """``model.options``: width and depth."""
+    """A model spec with ``model.options``: width and depth."""
 
     name = "Tiny"
     has_embedding_and_head = True
@@ -100,9 +100,9 @@ class Tiny(ModelSpec):
     def reference_layer_flops(self) -> int:
         return 2 * self.width**2
 
-    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, again: bool) -> Work:
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
         flops = self.forward_flops(stage)
-        return Work(F=flops, I=2 * flops, W=0, R=again * flops)
+        return Work(F=flops, I=2 * flops, W=0, R=recompute * flops)
 
     def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
         return (main_tensor((rows, length, self.width), self.dtype),)
@@ -126,7 +126,7 @@ class TinyStage(nn.Module):
         assert not any(span.policy.recompute or span.policy.offload for span in spans)
 
     def forward(
-        self, x: Any, mb: MicroBatch, cache: Any = None, *, graph_only: bool = False
+        self, x: Any, mb: MicroBatch, cache: Any = None, *, skip_output: bool = False
     ) -> Tensor:
         logits = run_tiny(list(self.matrices), x, mb.tokens if self.is_first else None)
         return loss_of(logits, mb.labels, mb.mask) if self.is_last else logits
@@ -136,8 +136,8 @@ class TinyStage(nn.Module):
 
 
 def run_tiny(matrices: Sequence[Tensor], x: Any, tokens: Tensor | None) -> Tensor:
-    """Tokens or x through matrices, of which the first is an embedding if there are tokens and one
-    that is not square the head."""
+    """Pass tokens or x through matrices. With tokens the first one is the embedding; one that is
+    not square is the head."""
     matrices = list(matrices)
     if tokens is not None:
         x = matrices.pop(0)[tokens]
@@ -148,7 +148,7 @@ def run_tiny(matrices: Sequence[Tensor], x: Any, tokens: Tensor | None) -> Tenso
 
 
 def loss_of(logits: Tensor, labels: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Sum of the unmasked token losses."""
+    """Return the sum of the unmasked token losses."""
     assert labels is not None
     assert mask is not None
     picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -11,11 +11,11 @@ from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of
 
 ROWS = 40_000
-"""Of arrays that are tested: several blocks of each."""
+"""Number of documents: arrays take several blocks each."""
 
 
 def written(prefix: Path, *, checked: bool = True) -> Path:
-    """A token file of documents of four tokens."""
+    """Write a token file of documents of four tokens."""
     with TokenWriter(prefix, np.dtype("<u2")) as writer:
         writer.write(np.arange(4 * ROWS) % 251)
         writer.close_documents([4] * ROWS)

@@ -1,4 +1,4 @@
-"""Faults of a balance term that goes by bandwidths, seeded one at a time: parity notices each."""
+"""Faults of an auxiliary loss with bandwidths, seeded one at a time: parity notices each."""
 
 from __future__ import annotations
 

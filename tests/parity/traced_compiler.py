@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def traced_blocks() -> Iterator[list[Any]]:
-    """Compiled blocks are only traced in here; gives the list of their graphs."""
+    """Trace compiled blocks without compiling them; yield the list of their graphs."""
     torch.compiler.reset()
     graphs: list[Any] = []
 

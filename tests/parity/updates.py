@@ -1,4 +1,4 @@
-"""One update of all weights and states against the plain rule's."""
+"""One update of all weights and states, compared with the plain rule."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.parity.reference import Params
 Values = dict[str, Params]
 """Whole tensors, fp64: master weights ("model") and states ("optimizer.exp_avg", ...)."""
 STEP_ERROR = {"fp64": 1e-10, "fp32": 64 * ROUNDING["fp32"]}
-"""Relative error of a step; a rule rounds 10 to 20 times, and adds what cancels in part."""
+"""Relative error of a step; a rule rounds 10 to 20 times, and adds terms that cancel in part."""
 TINY = 2.0**-126
-"""Below it fp32 and bf16 have fewer digits."""
+"""Size below which fp32 and bf16 have fewer digits."""
 
 
 def states_of(values: Values, name: str) -> Params:
-    """Those of one parameter, as its rule calls them."""
+    """Return the states of one parameter, by the names of its rule."""
     return {
         kind.removeprefix("optimizer."): values[kind][name] for kind in values if kind != "model"
     }
 
 
 def rounds(case: Case, values: Values) -> bool:
-    """Whether anything is kept in bf16 that is updated in fp32, and is compared per element:
-    Muon's matrices, which all adapters are, are not."""
+    """Whether anything is kept in bf16 that is updated in fp32 and compared per element. Muon's
+    matrices, which all adapters are, are not."""
     elementwise = not (case.rule == "muon" and case.lora is not None)
     master = case.master == "none" and elementwise
     return master or (case.state_dtype == "bf16" and len(values) > 1)
@@ -41,7 +41,7 @@ def rounds(case: Case, values: Values) -> bool:
 
 @dataclass
 class Update:
-    """A step by gradients of this norm, after `count` others."""
+    """A step with gradients of this norm, after `count` others."""
 
     case: Case
     before: Values
@@ -52,17 +52,22 @@ class Update:
 
     @cached_property
     def main(self) -> str:
-        """The type in which updates are computed."""
+        """Type in which updates are computed."""
         return "fp64" if self.case.dtype == "fp64" else "fp32"
 
     @cached_property
     def config(self) -> Any:
         return settings(self.case).optimizer
 
-    def check(self, after: Values) -> int:
-        """Weights and states are what the plain rule makes of those before.
+    @property
+    def options(self) -> Any:
+        """Options of the rule."""
+        return self.config.rule_options
 
-        Returns how many were rounded to the farther of their two neighbours in bf16.
+    def check(self, after: Values) -> int:
+        """Check that weights and states are what the plain rule computes from those before.
+
+        Return how many were rounded to the farther of their two neighbours in bf16.
         """
         exact = self.stepped(plain_rules.by_singular_values)
         weights = {name: weight for name, (weight, _) in exact.items()}
@@ -95,12 +100,12 @@ class Update:
 
     @property
     def factor(self) -> float:
-        """That of clipping."""
+        """Factor of clipping."""
         clip = self.case.clip
         return 1.0 if clip is None else min(1.0, clip / (self.norm + 1e-6))
 
     def stepped(self, orthogonalise: Any) -> dict[str, plain_rules.Stepped]:
-        """What the plain rule makes of all weights, and of their states, in fp64."""
+        """Return all weights and their states after the plain rule's step, in fp64."""
         return {
             name: plain_rules.step(
                 self.config,
@@ -119,7 +124,7 @@ class Update:
     def check_kind(
         self, what: str, found: Params, exact: Params, errors: Params, *, narrow: bool
     ) -> int:
-        """Per element; the number of values at the farther of two neighbours."""
+        """Compare per element; return the number of values at the farther of two neighbours."""
         found = {name: found[name] for name in exact}
         if not narrow:
             assert_within(what, found, exact, errors)
@@ -137,7 +142,8 @@ class Update:
     def check_products(
         self, found: Params, exact: Params, errors: Params, names: Sequence[str]
     ) -> None:
-        """Newton-Schulz runs in bf16: as far from the exact step as a plain one, twice at most."""
+        """Compare steps of Newton-Schulz in bf16: at most twice as far from the exact step as a
+        plain one."""
         before = self.before["model"]
         rounded = self.stepped(plain_rules.by_products)
         if self.case.master == "none":
@@ -150,21 +156,21 @@ class Update:
         )
 
     def error_of_weight(self, name: str, exact: Tensor) -> Tensor:
-        """What the roundings of a weight and of its step may add up to."""
+        """Return the largest sum of the rounding errors of a weight and of its step."""
         weight, unit = self.before["model"][name], ROUNDING[self.main]
         step = (exact - weight).abs().max()
         error = 8 * unit * torch.maximum(weight.abs(), exact.abs()) + STEP_ERROR[self.main] * step
         if self.case.rule == "lion":
             # the sign of what cancels to rounding may be any
             momentum, grad = self.before["optimizer.exp_avg"][name], self.grads[name]
-            total = plain_rules.lion_direction(self.config, grad, {"exp_avg": momentum})
+            total = plain_rules.lion_direction(self.options, grad, {"exp_avg": momentum})
             unsure = total.abs() <= 8 * unit * (momentum.abs() + grad.abs())
             error = error + 2 * self.lr * unsure
         return error + self.lr * self.cancelled(name)
 
     def cancelled(self, name: str) -> Tensor | float:
-        """The error of a direction where the gradient and the decay of the weight, which are added,
-        cancel in part, and what is left is scaled up."""
+        """Return the error of a direction if gradient and weight decay, which are added, cancel in
+        part, and the rest is scaled up."""
         rule, states = self.case.rule, states_of(self.before, name)
         if rule not in ("adam", "rmsprop") or not plain_rules.is_matrix(name):
             return 0.0
@@ -172,18 +178,18 @@ class Update:
         decay = self.config.weight_decay * self.before["model"][name]
         terms = 12 * ROUNDING[self.main] * (grad.abs() + decay.abs())
         if rule == "adam":
-            _, second = plain_rules.moments(self.config, grad + decay, states)
-            terms = (1 - self.config.beta1) * terms
-            return plain_rules.adams_direction(self.config, terms, second, self.count)
-        _, made = plain_rules.rmsprop(self.config, grad, grad + decay, states, self.lr)
-        return terms / (made["square_avg"].sqrt() + self.config.eps)
+            _, second = plain_rules.moments(self.options, grad + decay, states)
+            terms = (1 - self.options.betas[0]) * terms
+            return plain_rules.adams_direction(self.options, terms, second, self.count)
+        _, made = plain_rules.rmsprop(self.options, grad, grad + decay, states, self.lr)
+        return terms / (made["square_avg"].sqrt() + self.options.eps)
 
     def error_of_state(self, before: Tensor, exact: Tensor) -> Tensor:
-        """The same of a state, whose terms may cancel."""
+        """Return the largest rounding error of a state, whose terms may cancel."""
         largest = torch.maximum(before.abs(), exact.abs()).max().item()
         return torch.full_like(exact, STEP_ERROR[self.main] * largest + TINY)
 
 
 def spacing(values: Tensor) -> Tensor:
-    """The distance of neighbours in bf16."""
+    """Return the distance between neighbouring values in bf16."""
     return torch.exp2(torch.floor(torch.log2(values.clamp(min=TINY))) - 7)

@@ -1,4 +1,4 @@
-"""Tests as their files are written: what CI runs is read from marks, and nothing is collected."""
+"""Tests as written in their files: the marks say what CI runs; nothing is collected."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import functools
 from tests.parity.jobs import ROOT
 
 LEFT_OUT = ("pytest.mark.slow", "pytest.mark.gpu")
-"""Marks of what CI does not run."""
+"""Marks of tests that CI does not run."""
 
 
 @functools.cache
 def run_by_ci(file: str) -> frozenset[str]:
-    """The test functions of a file of which CI runs a case at least."""
+    """Return the test functions of a file, if CI runs at least one of their cases."""
     body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
     whole = [
         ast.unparse(node.value)
@@ -31,8 +31,8 @@ def run_by_ci(file: str) -> frozenset[str]:
 
 
 def _lets_some_run(mark: ast.expr) -> bool:
-    """Whether a decorator marks no case, or not all, as slow: of lists that are run in parts, a
-    part is named."""
+    """Whether a decorator leaves some case not slow; for lists that run in parts, a part is
+    named."""
     if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "in_parts":
         return any(keyword.arg in ("default", "full") for keyword in mark.keywords)
     return ast.unparse(mark) not in LEFT_OUT

@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.running import prose
 from tests.running.changes import Changes, NoRepositoryError, changes_since
 from tests.running.choice import Choice, choose
 from tests.running.map_file import ROOT, CoverageMap, load
@@ -24,15 +25,15 @@ from tests.running.wanted import Wanted, wanted_tests
 
 MARKS = "not slow and not gpu"
 BUDGET_S = 150.0
-"""What tests may take, so that all takes three minutes."""
+"""Seconds that tests may take, so that all takes three minutes."""
 WORKERS = 3
 """Processes of pytest: three for two cores, as one often waits."""
 ALONE_S = 10.0
-"""Tests that take less run in one process: others have to load torch first."""
+"""Seconds below which tests run in one process: others have to load torch first."""
 START_S = 20.0
-"""Until the first test runs."""
+"""Seconds until the first test runs."""
 BALANCE = 0.8
-"""The share of its time for which a worker has something to do, at least."""
+"""Smallest share of its time for which a worker has something to do."""
 DEVICE_TESTS = "tests/fake_cuda/"
 """Where tests are that have to compile their device first, where that has not been done."""
 NO_TESTS = 5
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if given.list:
         print("\n".join(choice.chosen))
         return 0
-    return _run(choice, [file for file in changes.lines if file.endswith(".py")], options)
+    return _run(choice, changes.lines, options)
 
 
 def wanted_of(known: CoverageMap, changes: Changes) -> list[Wanted]:
@@ -95,13 +96,14 @@ def leave_out_device(wanted: Sequence[Wanted]) -> int:
 
 
 def choose_within(known: CoverageMap, wanted: Sequence[Wanted], budget_s: float) -> Choice:
-    """Choose the tests that all workers run within so many seconds."""
+    """Choose the tests that all workers run within the given seconds."""
     longest_s = budget_s - START_S
     return choose(known, wanted, longest_s * WORKERS * BALANCE, longest_s)
 
 
 def files_to_begin_with() -> list[str]:
-    """Name the files with the tests of the change, the longest first; none without a repository."""
+    """Return the files with the tests of the change, the longest first; none without a
+    repository."""
     try:
         changes = changes_since(None)
     except NoRepositoryError:
@@ -122,16 +124,19 @@ def _print_left(tests: Sequence[str], enough_s: float) -> None:
     print(f"all run with: scripts/test.sh --changed --budget {enough_s:.0f}")
 
 
-def _run(choice: Choice, files: Sequence[str], options: Sequence[str]) -> int:
-    """Run lint, and types beside the chosen tests; returns 0 if all pass."""
+def _run(choice: Choice, files: Iterable[str], options: Sequence[str]) -> int:
+    """Run lint, and types beside the chosen tests; return 0 if all pass."""
     began = time.monotonic()
     python = [sys.executable, "-m"]
-    sources = [file for file in files if (ROOT / file).exists()]
+    there = [file for file in files if (ROOT / file).exists()]
+    sources, pages = ([file for file in there if file.endswith(end)] for end in (".py", ".md"))
     failed = []
     if sources:
         for command in (["ruff", "check"], ["ruff", "format", "--check"]):
             if subprocess.run([*python, *command, *sources], cwd=ROOT).returncode:
                 failed.append(" ".join(command))
+    if sources + pages and prose.main([str(ROOT / file) for file in (*sources, *pages)]):
+        failed.append("prose")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "types"
         with report.open("w") as out:
@@ -147,7 +152,7 @@ def _run(choice: Choice, files: Sequence[str], options: Sequence[str]) -> int:
 
 
 def _run_tests(choice: Choice, folder: Path, options: Sequence[str]) -> int:
-    """Run the chosen tests; returns pytest's exit code."""
+    """Run the chosen tests; return pytest's exit code."""
     names = folder / "tests"
     names.write_text("\n".join(choice.chosen), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.running.selected"]

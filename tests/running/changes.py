@@ -17,14 +17,14 @@ class Changes:
     """Changed files, with those that are new or gone."""
 
     base: str
-    """The commit that they are compared with, in words."""
+    """Description of the commit that they are compared with."""
     lines: dict[str, int] = field(default_factory=dict)
     """File -> its changed lines, bit n for line n, and those around what is gone. 0: no line of it
     was there before, or is left."""
 
 
 class NoRepositoryError(Exception):
-    """git is not there, or does not know this folder."""
+    """Raised where git is missing, or does not know this folder."""
 
 
 def _git(*arguments: str) -> str:
@@ -35,7 +35,7 @@ def _git(*arguments: str) -> str:
 
 
 def tracked_files() -> list[str]:
-    """All files of the repository, those included that are not yet added to it."""
+    """Return all files of the repository, also those that are not yet added to it."""
     names = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
     return sorted(name for name in {*names} if (ROOT / name).is_file())
 

@@ -10,7 +10,7 @@ from tests.running.map_file import SHARED, CoverageMap
 from tests.running.wanted import Wanted
 
 UNKNOWN_S = 2.0
-"""Seconds that a test is taken to need that is not in the map."""
+"""Seconds assumed for a test that is not in the map."""
 
 
 @dataclass
@@ -25,12 +25,12 @@ class Choice:
 
     @property
     def total_s(self) -> float:
-        """The seconds of all tests that run, one after the other."""
+        """Seconds of all tests that run, one after the other."""
         return sum(self.seconds.values())
 
     @property
     def files(self) -> list[str]:
-        """The files of the tests that run, the longest first."""
+        """Files of the tests that run, the longest first."""
         return sorted(self.seconds, key=lambda file: -self.seconds[file])
 
 
@@ -64,7 +64,7 @@ def choose(
 
 
 def seconds_of(known: CoverageMap, test: str) -> float:
-    """The seconds of a test with all its cases, by the map or a guess."""
+    """Return the seconds of a test with all its cases, by the map or a guess."""
     file, _, name = test.partition("::")
     cases = [
         seconds

@@ -29,7 +29,7 @@ def name_of(program: Any) -> str:
 
 
 def note_of(worker: int) -> Path:
-    """The file in which the processes of a worker note that they compile."""
+    """Return the file in which the processes of a worker note that they compile."""
     return Path(tempfile.gettempdir()) / f"megapipe-tests-{worker}-compile"
 
 

@@ -29,7 +29,7 @@ NO_TESTS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns pytest's exit code. Tests that fail are recorded too."""
+    """Run the command; return pytest's exit code. Tests that fail are recorded too."""
     parser = argparse.ArgumentParser(prog="scripts/test.sh --map", description=__doc__)
     parser.add_argument("files", nargs="*", help="files of tests (default: all)")
     parser.add_argument("--workers", type=int, default=3, help="processes of pytest (3)")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(files: Sequence[str], workers: int) -> int:
-    """Run files of tests with the recorder; returns pytest's exit code."""
+    """Run files of tests with the recorder; return pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.running.coverage_recorder", "-m", MARKS]
     command += ["-n", str(workers), *BY_FILE, "--continue-on-collection-errors"]
     environ = {**os.environ, FOLDER: str(RECORDS), "OMP_NUM_THREADS": "1"}

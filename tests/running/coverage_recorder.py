@@ -209,7 +209,8 @@ def add_lines(executed: dict[str, Lines], added: Mapping[str, Lines]) -> None:
 
 
 def read_lines(data: Path, names: Collection[str] | None = None) -> dict[str, Lines]:
-    """The lines in a file of `coverage` by what they were recorded for: all, or these `names`."""
+    """Return the lines in a file of `coverage` by what they were recorded for: all, or these
+    `names`."""
     lines: dict[str, Lines] = {}
     with contextlib.closing(sqlite3.connect(data)) as database:
         for number, name in database.execute("select id, context from context").fetchall():

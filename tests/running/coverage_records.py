@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 
 LONG_S = 10.0
-"""The cases of a test that takes longer than this are tests by themselves."""
+"""Seconds above which each case of a test is a test by itself."""
 
 
 FIXTURE = "fixture "
-"""Begins the name of what is recorded for a fixture, which several tests may share."""
+"""Prefix of the name of what is recorded for a fixture, which several tests may share."""
 IMPORT = "import "
-"""Begins the name of what is recorded while a file of tests is imported."""
+"""Prefix of the name of what is recorded while a file of tests is imported."""
 Lines = dict[str, int]
 """File -> its executed lines: bit n is set for line n."""
 
@@ -27,7 +27,7 @@ class Record:
 
     file: str
     seconds: dict[str, float] = field(default_factory=dict)
-    """By test, without its shared fixtures, and by shared fixture."""
+    """Seconds of each test, without its shared fixtures, and of each shared fixture."""
     fixtures: dict[str, list[str]] = field(default_factory=dict)
     """Test -> the shared fixtures that it uses."""
     opened: dict[str, list[str]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Test:
 
     @cached_property
     def num_lines(self) -> int:
-        """Lines that are executed in all files. For a test that is complete."""
+        """Number of lines that are executed in all files, for a test that is complete."""
         return sum(lines.bit_count() for lines in self.lines.values())
 
 
@@ -65,13 +65,13 @@ class Recorded:
     """All tests that were recorded."""
 
     tests: dict[str, Test] = field(default_factory=dict)
-    """By name."""
+    """The tests by name."""
     shared_s: dict[str, float] = field(default_factory=dict)
     """File of tests -> seconds of the fixtures that its tests share; a key for each file."""
 
 
 def function_of(test: str) -> str:
-    """The name of a test without its case."""
+    """Return the name of a test without its case."""
     return test.partition("[")[0]
 
 

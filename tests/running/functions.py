@@ -12,9 +12,9 @@ class Function:
     """Lines of a function or method, and of what is nested in it: bit n is set for line n."""
 
     span: int = 0
-    """From its first decorator on."""
+    """Lines, from the first decorator on."""
     body: int = 0
-    """Executed by calls alone."""
+    """Lines that calls alone execute."""
 
 
 @dataclass
@@ -22,12 +22,13 @@ class Source:
     """The parts of a source file."""
 
     functions: dict[str, Function]
-    """By name, of a method after that of its class. Several of one name are one."""
+    """Functions by name; a method's has its class before it. Several of one name are one."""
     statements: int
     """Lines of statements outside of functions, but for docstrings."""
 
     def functions_at(self, lines: int) -> list[str] | None:
-        """The names of the functions that have any of these lines; None: other statements do."""
+        """Return the names of the functions that have any of these lines; None if other statements
+        do."""
         if lines & self.statements:
             return None
         return [name for name, function in self.functions.items() if function.span & lines]
@@ -51,15 +52,16 @@ def parse(text: str) -> Source:
 
 
 def line_range(first: int, last: int | None) -> int:
-    """The bits of the lines from `first` to `last`."""
+    """Return the bits of the lines from `first` to `last`."""
     assert last is not None
     return (1 << last + 1) - (1 << first)
 
 
 def _statements(body: Sequence[ast.stmt], name: str) -> Iterator[tuple[str, ast.stmt]]:
-    """All statements outside of functions, each after the names of the classes that it is in.
+    """Yield all statements outside of functions, each with the names of the classes that it is in.
 
-    Of a class, or of a statement with a body, it is the first lines."""
+    A class, or a statement with a body, stands for its first lines.
+    """
     for node in body:
         inner = [
             statement

@@ -98,7 +98,7 @@ def _function(item: pytest.Item) -> str:
 
 
 def kind_of(item: pytest.Item, started: set[str], lists: Lists) -> str:
-    """The kind of a test that has started processes of these kinds."""
+    """Return the kind of a test that has started processes of these kinds."""
     if STAND_IN in item.path.parents:
         return "stand-in"
     for kind in ("compilation", "job", "world"):

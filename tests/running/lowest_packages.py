@@ -18,7 +18,7 @@ from tests.running.python_versions import INSTALL, done, runs, told
 
 FOLDER = Path(sys.prefix) / "lowest-packages"
 LIST = "megapipe.txt"
-"""What a complete folder has: the names and versions that were asked for."""
+"""File of a complete folder: the names and versions that were asked for."""
 TESTS = (
     *("tests/unit/data/test_corpus.py", "tests/unit/data/test_parts.py"),
     *("tests/unit/data/test_tokenizer.py", "tests/unit/convert/test_convert_command.py"),

@@ -18,9 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MAP = Path(__file__).with_name("map.json")
 SHARED = ""
-"""In place of a test: the fixtures that several tests of a file share."""
+"""Key in place of a test: the fixtures that several tests of a file share."""
 READ = ""
-"""In place of a function: the file is opened, not executed."""
+"""Key in place of a function: the file is opened, not executed."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class CoverageMap:
 
 
 def digest(test: str) -> str:
-    """The name of a test in the lines of the map."""
+    """Return the name of a test in the lines of the map."""
     return base64.urlsafe_b64encode(hashlib.blake2s(test.encode()).digest())[:5].decode()
 
 
@@ -82,7 +82,7 @@ def save(content: CoverageMap, path: Path = MAP) -> None:
 
 
 def _by_tests(functions: Mapping[str, list[str]]) -> dict[tuple[str, ...], list[str]]:
-    """The names of the functions that have the same tests, in alphabetical order."""
+    """Group the names of functions that have the same tests, in alphabetical order."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(functions):
         names[tuple(functions[name])].append(name)

@@ -11,9 +11,9 @@ from tests.running.functions import parse
 from tests.running.map_file import READ, SHARED, CoverageMap
 
 MOST = 8
-"""Tests that are named for a function."""
+"""Largest number of tests that are named for a function."""
 START_S = 0.1
-"""What any test takes besides its own seconds."""
+"""Seconds that any test takes besides its own."""
 
 
 def mirrors(test: str, file: str) -> bool:
@@ -24,7 +24,7 @@ def mirrors(test: str, file: str) -> bool:
 
 
 def order(file: str, body: int, tests: Mapping[str, Test]) -> list[str]:
-    """The tests of a function, whose lines are `body`, the best first.
+    """Return the tests of a function, whose lines are `body`, the best first.
 
     First come those that together execute all lines of the function that any test executes, taken
     by lines per second, and those that mirror the file before others. Then come the ones that know

@@ -20,7 +20,7 @@ INSTALL = ("--disable-pip-version-check", "install", "-q", "--no-deps")
 
 
 def older_transformers() -> Path:
-    """The folder that a process puts first on its path to import them."""
+    """Return the folder that a process puts first on its path to import them."""
     return Path(sys.prefix) / "older-transformers"
 
 

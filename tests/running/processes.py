@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 
 def never() -> bool:
-    """The condition that does not come true."""
+    """Return False, as the condition that does not come true."""
     return False
 
 

@@ -24,11 +24,11 @@ class TimedTest:
     kind: str
     """One of :data:`tests.running.kinds.KINDS`."""
     outcome: str
-    """passed, failed or skipped."""
+    """Outcome: passed, failed or skipped."""
 
     @property
     def file(self) -> str:
-        """The file that it is in."""
+        """File that the test is in."""
         return self.name.partition("::")[0]
 
 
@@ -44,7 +44,7 @@ class Record:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the tests that failed."""
+        """Names of the tests that failed."""
         return [test.name for test in self.tests if test.outcome == "failed"]
 
     def add(self, other: Record) -> None:
@@ -67,7 +67,7 @@ class WholeRun:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
 
     def save(self) -> None:
-        """Keep it as the last one."""
+        """Keep the run as the last one."""
         LAST.parent.mkdir(exist_ok=True)
         LAST.write_text(json.dumps(asdict(self)))
 

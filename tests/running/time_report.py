@@ -83,7 +83,7 @@ def slowest(tests: Sequence[TimedTest]) -> list[TimedTest]:
 
 
 def share(row: Sum, run: WholeRun) -> str:
-    """The part that it has in the seconds of all workers."""
+    """Return a row's share of the seconds of all workers."""
     return f"{row.seconds / (sum(each.seconds for each in by_kind(run)) or 1.0):.1%}"
 
 

@@ -61,13 +61,13 @@ def tests_of(known: CoverageMap, file: str, text: str, changed: Collection[str])
 
 
 def names_of_tests(text: str) -> list[str]:
-    """The names of the tests in a source, as pytest has them after that of the file."""
+    """Return the names of the tests in a source, as pytest writes them after the file's name."""
     names = [name.replace(".", "::") for name in parse(text).functions]
     return [name for name in names if name.rpartition("::")[2].startswith("test_")]
 
 
 def in_turn(lists: Iterable[Sequence[str]]) -> list[str]:
-    """The first of each list, then the second of each and so on; each test once."""
+    """Return the first of each list, then the second of each and so on; each test once."""
     turns = zip_longest(*lists)
     return [*dict.fromkeys(test for turn in turns for test in turn if test is not None)]
 
@@ -79,7 +79,7 @@ def _all_tests(root: Path, known: CoverageMap, file: str) -> list[str]:
 
 
 def _importers(root: Path, known: CoverageMap, file: str) -> list[str]:
-    """The files that import a file; of a conftest.py the files of tests below its folder."""
+    """Return the files that import a file; for a conftest.py, the test files below its folder."""
     path = PurePosixPath(file)
     if path.name == "conftest.py":
         return [name for name in known.seconds if path.parent in PurePosixPath(name).parents]
@@ -90,7 +90,7 @@ def _importers(root: Path, known: CoverageMap, file: str) -> list[str]:
 
 @functools.cache
 def _imports(path: Path) -> frozenset[str]:
-    """The modules that a file imports, and names in them, which may be modules."""
+    """Return the modules that a file imports, and names in them, which may be modules."""
     found = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -24,11 +24,11 @@ from tests.running.revision import commit
 DEFAULT = "not slow and not gpu and not full"
 FULL = "not slow and not gpu"
 WORKERS = ("-n", "3", *BY_FILE, "--durations=30")
-"""There are three for two cores, as one often waits for a deadline. The long files, of several
-processes, come first."""
+"""Options for three workers on two cores, as one often waits for a deadline. The long files, of
+several processes, come first."""
 LINKS = ("-q", "-k", "links", "tests/unit/test_docs.py", "tests/unit/test_guides.py")
 MOST_AGAIN = 20
-"""How many failed tests are run once more."""
+"""Number of failed tests that are run once more."""
 PASSED, NOTHING_SELECTED = 0, 5
 """Exit codes of pytest."""
 
@@ -88,8 +88,9 @@ def run_some(arguments: Sequence[str], *, full: bool) -> int:
 
 
 def lint() -> bool:
-    """Whether all files pass ruff and are formatted by it."""
-    return all(processes.run("ruff", *how, ".") == 0 for how in (["check"], ["format", "--check"]))
+    """Whether all files pass ruff, are formatted by it, and keep the rules of style for prose."""
+    commands = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["tests.running.prose"])
+    return all(processes.run(*command) == 0 for command in commands)
 
 
 def _run_tests(phases: Phases, types: Types, full: bool, options: Sequence[str]) -> None:

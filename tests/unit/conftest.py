@@ -47,14 +47,14 @@ def _alone() -> Iterator[None]:
 
 @pytest.fixture
 def without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run asks git, a process, for the commit of the sources."""
+    """Keep runs from asking git, a process, for the commit of the sources."""
     module = import_module("megapipe.observe.provenance")  # the package has a function of this name
     monkeypatch.setattr(module, "git_state", lambda root: None)
 
 
 @pytest.fixture
 def ask(capsys):
-    """What a command of scripts/schedule.py prints."""
+    """Return a function that runs a command of scripts/schedule.py and returns its output."""
 
     def run(*argv: object) -> str:
         code = main([str(word) for word in argv])

@@ -15,7 +15,7 @@ import pytest
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.proof.validate import validate
 from tests.parity.benchmark_files import BENCHMARKS
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
@@ -204,7 +204,7 @@ def test_memory_unlike_the_formula_is_told_in_per_cent(
 def test_collectives_unlike_the_formula_are_counted(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = load("scale")
+    scale = load("large_worlds")
     case = ("toy", ["parallel.tp=2", "parallel.pp=2"], {8: 1})
     right = scale.traffic_claim(*case)
     assert (right.value, right.met) == (0, True)
@@ -249,7 +249,7 @@ def test_slices_of_unequal_lengths_hold_what_is_planned(
 def test_operations_of_the_first_and_last_stage_hold_what_is_planned(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, schedule: str, policy: str
 ) -> None:
-    """With so large a vocabulary that the last stage has one layer, and holds most in its loss."""
+    """The vocabulary is so large that the last stage has one layer, and holds most in its loss."""
     memory = load("memory")
     monkeypatch.setattr(memory, "VOCABULARY", 3072)
     check_held(memory, *memory.configure(schedule, memory.POLICIES[policy], 8))
@@ -272,7 +272,7 @@ def test_what_a_layout_refuses_is_left_out_and_said(load: Callable[[str], Any]) 
 
 
 def test_each_slowed_link_has_another_best_number_of_chunks(load: Callable[[str], Any]) -> None:
-    """By the simulation, and one chunk waits for all rows both ways, twice in each layer."""
+    """The simulation finds it; one chunk waits for all rows both ways, twice in each layer."""
     slow = load("slow_link")
     waits = [[slow.exposed(slow.SIZE, each, n) for n in slow.CHUNKS] for each in slow.LATENCIES]
     assert [slow.CHUNKS[own.index(min(own))] for own in waits] == [4, 2, 1]
@@ -299,7 +299,7 @@ def test_a_row_of_peers_that_do_not_train_alike_is_void(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By more than 2e-6 on any rank; it is in the table, not met, and the exit code says so."""
+    """A rank differs by more than 2e-6. The row is in the table, not met; the exit code says so."""
     peers, file = load("peers"), tmp_path / "results.json"
     laps = [peers.Lap(1.0, 2.0)]
     for apart, void in ((2e-6, False), (2.1e-6, True), (peers.difference(2.0, math.nan), True)):

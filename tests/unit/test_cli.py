@@ -43,14 +43,14 @@ def test_nothing_given() -> None:
 
 def test_file_and_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, "model:\n  layers: 6\n  hidden: 64\noptimizer:\n  lr: 1e-4\nlog:\n")
-    overrides = ["model.layers=8", "pipeline.layout=[3, 5]", "log.wandb=off"]
-    overrides += ["optimizer.clip=null", "data={source: x, text_field: y}"]
+    overrides = ["model.layers=8", "pipeline.stage_layout=[3, 5]", "log.wandb=off"]
+    overrides += ["optimizer.max_grad_norm=null", "data={source: x, text_field: y}"]
     command = cli.parse(["model.layers=7", path, "--dry-run", *overrides])
     config = command.config
     assert (config.model.layers, config.model.hidden) == (8, 64)
     assert config.optimizer.lr == 1e-4
-    assert config.optimizer.clip is None
-    assert config.pipeline.layout == [3, 5]
+    assert config.optimizer.max_grad_norm is None
+    assert config.pipeline.stage_layout == [3, 5]
     assert config.log.wandb == "off"
     assert (config.data.source, config.data.text_field) == ("x", "y")
     assert command.dry_run
@@ -116,11 +116,17 @@ def test_help_wins(argv: list[str], topic: str) -> None:
         ("optimizer.zero=1.0", "optimizer.zero=1.0: expected one of 0, 1, 2, 3"),
         ("parallel.cp=0", "parallel.cp=0: expected a whole number >= 1"),
         ("pipeline.chunks=0", "pipeline.chunks=0: expected a whole number >= 1, or null"),
-        ("pipeline.slices=1.5", "pipeline.slices=1.5: expected a whole number >= 1, or null"),
-        ("pipeline.memory_limit=0", "pipeline.memory_limit=0: expected a number > 0, or null"),
-        ("pipeline.pair=2", "did you mean pipeline.pairs?"),
-        ("pipeline.layout=3", "expected text, or a list, each item a whole number, or null"),
-        ("pipeline.layout=[1, x]", "pipeline.layout=[1, x]: expected text, or a list"),
+        (
+            "pipeline.sequence_slices=1.5",
+            "pipeline.sequence_slices=1.5: expected a whole number >= 1, or null",
+        ),
+        (
+            "pipeline.activation_limit=0",
+            "pipeline.activation_limit=0: expected a number > 0, or null",
+        ),
+        ("pipeline.chimera_pair=2", "did you mean pipeline.options.chimera_pairs?"),
+        ("pipeline.stage_layout=3", "expected text, or a list, each item a whole number, or null"),
+        ("pipeline.stage_layout=[1, x]", "pipeline.stage_layout=[1, x]: expected text, or a list"),
         # values that are no YAML of ours
         ("optimizer.lr=.nan", "optimizer.lr=.nan: .nan is not a finite number"),
         ("data.source=!!str x", "the tag"),
@@ -151,12 +157,40 @@ def test_rows_that_a_plan_is_for() -> None:
     for argv in (["--imbalance", "1.1", "--dry-run"], ["--dry-run", "--imbalance=1.1"]):
         assert cli.parse([*argv, "model.layers=2"]).imbalance == Fraction(11, 10)
     assert cli.parse(["--dry-run"]).imbalance is None
-    words = "command line: --imbalance is for a plan: expected --dry-run too"
+    words = "command line: --imbalance needs --dry-run: it changes only the plan"
     assert message("--imbalance", "2") == words
     for text in ("0.99", "-2", "nan", "inf", "1e999", "x"):
         words = f"command line: --imbalance {text}: expected a number >= 1"
         assert message("--dry-run", "--imbalance", text) == words
     assert "--imbalance without a value: expected a" in message("--dry-run", "--imbalance")
+
+
+def test_what_is_planned_for() -> None:
+    """Options that are short for keys, and override them as later values do."""
+    for argv in (["--gpus", "64", "--device", "H100"], ["--gpus=64", "--device=H100"]):
+        plan = cli.parse(["plan.gpus=8", *argv, "--dry-run", "plan.device=A100"]).config.plan
+        assert (plan.gpus, plan.device) == (64, "H100")
+    assert cli.parse(["plan.gpus=8"]).config.plan.gpus == 8, "as a key also of a run"
+    assert message("--dry-run", "--gpus", "0") == (
+        "command line: plan.gpus=0: expected a whole number >= 1, or null"
+    )
+    assert message("--gpus", "--dry-run") == (
+        "command line: --gpus without a value: expected a whole number >= 1, or null"
+    )
+    assert message("--dry-run", "--device") == (
+        "command line: --device without a value: expected text, or null"
+    )
+
+
+@pytest.mark.parametrize("option", [["--gpus", "8"], ["--device", "H100"], ["--json"]])
+def test_options_of_a_plan(option: list[str]) -> None:
+    words = f"command line: {option[0]} needs --dry-run: it changes only the plan"
+    assert message(*option) == message(*option, "--time-slices") == words
+
+
+def test_a_plan_as_json() -> None:
+    assert cli.parse(["--dry-run", "--json"]).as_json
+    assert not cli.parse(["--dry-run"]).as_json
 
 
 def test_long_values_are_cut() -> None:
@@ -215,9 +249,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def test_a_file_without_a_key_is_refused(text: str, tmp_path: Path) -> None:
     """A redirect that failed leaves one behind."""
     path = write(tmp_path, text)
-    assert message(path) == (
-        f"{path}: no key is in it: expected sections with keys, such as 'model:'"
-    )
+    assert message(path) == (f"{path} has no keys: expected sections with keys, such as 'model:'")
 
 
 def test_what_a_file_says_can_be_taken_away(tmp_path: Path) -> None:
@@ -242,10 +274,12 @@ def test_tasks_of_a_job_array_have_runs_of_their_own(
 
 def test_an_entry_of_a_mapping_can_be_taken_away(tmp_path: Path) -> None:
     sources = "data:\n  mixture:\n    web: {source: x}\n    code: {source: y, weight: 2}\n"
-    path = write(tmp_path, f"{sources}parallel:\n  layouts:\n    half: {{pp: 2}}\n")
-    taken = cli.parse([path, "data.mixture.web=unset", "parallel.layouts.half=unset"]).config
+    path = write(tmp_path, f"{sources}parallel:\n  elastic_layouts:\n    half: {{pp: 2}}\n")
+    taken = cli.parse(
+        [path, "data.mixture.web=unset", "parallel.elastic_layouts.half=unset"]
+    ).config
     assert list(taken.data.mixture) == ["code"]
-    assert taken.parallel.layouts == {}
+    assert taken.parallel.elastic_layouts == {}
     taken = cli.parse([path, "data.mixture.code=unset", "data.mixture.code.source=z"]).config
     assert taken.data.mixture["code"] == MixtureSource(source="z"), "nothing is left of the file's"
     assert cli.parse([path, "data.mixture=unset"]).config.data == DataConfig()
@@ -264,24 +298,24 @@ def test_an_entry_of_a_mapping_can_be_taken_away(tmp_path: Path) -> None:
         ),
         (
             "data.mixture.wbe=unset",
-            "data.mixture.wbe=unset: there is none to take away: data.mixture has web, code",
+            "data.mixture.wbe=unset: there is no such entry to unset: data.mixture has web, code",
         ),
         (
             "data.test.wiki=unset",
-            "data.test.wiki=unset: there is none to take away: data.test has no entries",
+            "data.test.wiki=unset: there is no such entry to unset: data.test has no entries",
         ),
         (
             "model.source=x:y model=unset",
             (
-                "model=unset would take away model.source, which the command line gives before it: "
+                "model=unset would unset model.source, which the command line sets before it: "
                 "expected model=unset first"
             ),
         ),
         (
             "data.mixture.web.weight=2 data.mixture.web=unset",
             (
-                "data.mixture.web=unset would take away data.mixture.web.weight, which the command "
-                "line gives before it: expected data.mixture.web=unset first"
+                "data.mixture.web=unset would unset data.mixture.web.weight, which the "
+                "command line sets before it: expected data.mixture.web=unset first"
             ),
         ),
     ],
@@ -352,14 +386,14 @@ def found_by(word: str) -> list[str]:
 
 
 def test_help_finds_keys_by_what_is_said_of_them() -> None:
-    """Those with the word in their names come first; no word has it within."""
+    """Keys with the word in their names come first; a part of another word does not count."""
     found = found_by("clip")
-    assert found[:2] == ["optimizer.clip", "optimizer.clip_scope"]
-    assert "optimizer.post_validation" in found
+    assert found[0] == "optimizer.clip_scope"
+    assert {"optimizer.max_grad_norm", "optimizer.post_validation"} <= {*found}
     assert "norm asks for clipping" in " ".join(help_text("clip").split())
     assert found_by("muon")[-1] not in [key for key in KEYS if "muon" in key]
     assert "optimizer.rule" in found_by("muon"), "one of its values"
-    assert "checkpoint.background" not in found_by("lr"), "already is not about it"
+    assert "checkpoint.async_save" not in found_by("lr"), "already is not about it"
 
 
 @pytest.mark.parametrize("word", ["step", "rank", "e", "model", "every", "memory", "a"])
@@ -404,9 +438,9 @@ def test_help_has_every_exit_code() -> None:
 
 
 def test_flatten() -> None:
-    flat = cli.flatten(cli.parse(["pipeline.layout=[1, 3]", "model.layers=3"]).config)
+    flat = cli.flatten(cli.parse(["pipeline.stage_layout=[1, 3]", "model.layers=3"]).config)
     assert flat.keys() == KEYS.keys()
-    assert flat["pipeline.layout"] == "[1, 3]"
+    assert flat["pipeline.stage_layout"] == "[1, 3]"
     assert flat["model.layers"] == 3
     assert flat["model.kv_heads"] is None
 
@@ -430,8 +464,8 @@ def test_dump_reads_back(
     config = Config.model_validate(
         {
             "run": {"folder": folder},
-            "optimizer": {"lr": lr, "clip": clip},
-            "pipeline": {"layout": layout, "debug": debug},
+            "optimizer": {"lr": lr, "max_grad_norm": clip},
+            "pipeline": {"stage_layout": layout, "debug": debug},
         }
     )
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"
@@ -443,7 +477,7 @@ def test_dump_reads_back(
     "key",
     [
         *("run.folder", "data.cache", "checkpoint.load", "optimizer.offload_folder"),
-        *("experts.pool", "pipeline.schedule", "parallel.layouts.half.schedule"),
+        *("experts.rebalance_pool", "pipeline.schedule", "parallel.elastic_layouts.half.schedule"),
     ],
 )
 def test_a_path_may_begin_with_the_home_folder(key: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,13 @@ from megapipe import cli, console
 from megapipe.command_line import Parser, load_torch, phase, run_command
 from megapipe.config import presets
 from megapipe.errors import LaunchError
-from megapipe.launch import doctor
+from megapipe.evaluate import commands as evaluate
+from megapipe.launch import doctor, launcher
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.launcher import launch
-from megapipe.launch.place import LaunchInfo
 from megapipe.launch.shutdown import end_early
+from megapipe.plan.moe import commands as experts
+from megapipe.schedule import commands as schedule_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +35,7 @@ def test_the_entry_point_is_there() -> None:
 def test_commands_are_those_of_the_scripts() -> None:
     scripts = [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
     names = {path.stem.replace("_", "-"): path.read_text() for path in scripts}
-    assert names.keys() == console.COMMANDS.keys() - {"launch", "summary", "completion"}
+    assert names.keys() == console.COMMANDS.keys() - {"config", "launch", "summary", "completion"}
     for name, text in names.items():
         assert f"from {console.COMMANDS[name][0]} import main\n" in text
 
@@ -107,7 +110,7 @@ PROGRAMS = [
 
 
 def end_of(program: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """The exit code of a program, the module of whose command does `body` as it is loaded."""
+    """Return the exit code of a program; the module of its command does `body` when loaded."""
     path, *names = program.split()
     parts = Path(path).with_suffix("").parts
     name = names[0] if names else parts[-1 - (parts[-1] == "__main__")].replace("_", "-")
@@ -154,7 +157,7 @@ def test_a_command_without_a_folder_for_temporary_files_says_so(
     assert end_of(program, looks, tmp_path, monkeypatch) == 4
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("megapipe: error: no folder takes temporary files, of ['/nowhere']: ")
+    assert err.startswith("megapipe: error: no temporary file can be written to ['/nowhere']: ")
 
 
 def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,15 +168,15 @@ def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_is_not_loaded_without_a_folder_for_temporary_files(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By commands, launchers, ranks that end, of which the first of each node says why, and the
-    doctor, which finds it wrong."""
+    """Commands, launchers and ranks end, and the first rank of each node says why. The doctor
+    finds it wrong."""
     no_temporary_folder(monkeypatch)
     for name in [*sys.modules]:
         if name.partition(".")[0] == "torch":
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     for load in (load_torch, lambda: launch(["train.py"], nproc=1)):
-        with pytest.raises(LaunchError, match=r"^no folder takes temporary files"):
+        with pytest.raises(LaunchError, match=r"^no temporary file can be written"):
             load()
     for rank in range(4):
         assert end_early(LaunchError("why"), LaunchInfo(rank, 4, rank % 2, 2, launched=True)) == 4
@@ -211,7 +214,7 @@ def test_a_file_comes_before_a_preset_of_its_name(
 
 
 class Stream(io.StringIO):
-    """What is written to a stream, which may be a terminal."""
+    """A stream that keeps what is written to it, and may be a terminal."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()
@@ -259,3 +262,48 @@ def test_loading_torch_is_announced_where_it_is_not_loaded(
     for _ in range(2):
         load_torch()
     assert stream.getvalue() == "megapipe: loading torch ...\nhere\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("schedule", ["simulate", "1f1b", "--advance=1"], ["simulate", "1f1b", "--extra-warmup=1"]),
+        (
+            "schedule",
+            ["simulate", "interleaved_1f1b", "--group", "2"],
+            ["simulate", "interleaved_1f1b", "--microbatch-group-size", "2"],
+        ),
+        ("launch", ["--restarts", "1"], ["--max-restarts", "1"]),
+    ],
+)
+def test_old_names_of_options_are_taken(
+    command: str, old: list[str], new: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line tells the new one, and the command does the same."""
+    size = ["--ranks", "2", "--microbatches", "4"] if command == "schedule" else []
+    shown = []
+    for given in (old, new):
+        if command == "launch":
+            with pytest.raises(SystemExit):
+                launcher.main([*given, "--nproc", "0", "train.py"])
+        else:
+            assert schedule_command.main([*given, *size, "--json"]) == 0
+        shown.append(capsys.readouterr())
+    assert shown[0].out.partition("seconds")[0] == shown[1].out.partition("seconds")[0]
+    told = f"megapipe: {old[-1 if '=' in old[-1] else -2].partition('=')[0]} is called "
+    assert told in shown[0].err
+    assert "is called" not in shown[1].err
+
+
+def test_old_names_of_commands_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    for main, old, new in (
+        (experts.main, "plan", "rebalance"),
+        (evaluate.main, "choices", "multiple-choice"),
+    ):
+        with contextlib.suppress(SystemExit):
+            main([old, "--help"])
+        shown = capsys.readouterr()
+        assert shown.err == (
+            f"megapipe: {old} is called {new}; the old name works for one more release\n"
+        )
+        assert f" {new} " in shown.out

@@ -28,7 +28,7 @@ def blocks(language: str, page: str = SCHEDULES) -> list[str]:
 
 
 def commands_of_the_readme() -> list[list[str]]:
-    """The words of every call of scripts/schedule.py in a block for a shell."""
+    """Return the words of every call of scripts/schedule.py in a block for a shell."""
     lines = "".join(blocks("sh", README)).replace("\\\n", " ").splitlines()
     calls = [line.partition("#")[0].split() for line in lines]
     return [words for words in calls if words[:2] == SCRIPT]
@@ -36,7 +36,7 @@ def commands_of_the_readme() -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where commands of a document run."""
+    """Enter and return the folder in which commands of a document run."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

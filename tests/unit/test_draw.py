@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity import case_file, draw, pair_runs
-from tests.parity.marks import in_parts, one_of
+from tests.parity.tiers import in_parts, one_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def test_one_seed_draws_the_same_and_another_something_else() -> None:
 
 
 def test_what_has_waited_longest_comes_first() -> None:
-    """So the third of three runs that together have room for all has what the others lack."""
+    """If three runs have room for all, the third therefore has what the others lack."""
     items = [Item(item.id, 1) for item in ITEMS]
     runs = draw.draws(items, SEEDS[:3], 10)
     assert sorted(item.id for run in runs for item in run) == sorted(item.id for item in items)
@@ -73,7 +73,7 @@ def test_what_is_wrong_has_the_command_that_repeats_it(monkeypatch: pytest.Monke
 
 
 def marks_of(decorator: pytest.MarkDecorator) -> list[str]:
-    """For each value: "" if it is run by default, else its mark."""
+    """Return for each value its mark, or "" if it is run by default."""
     return [next((mark.name for mark in each.marks), "") for each in decorator.args[1]]
 
 

@@ -15,14 +15,14 @@ CASES = 49
 
 
 def cases() -> list[list[str]]:
-    """The tests of each row, as `file::name` or `name`."""
+    """Return the tests of each row, as `file::name` or `name`."""
     section = PAGE.partition(HEADING)[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")]
     return [re.findall(r"`([^`]+)`", row[2]) for row in rows if row[2].strip() != "tests"]
 
 
 def named() -> Iterator[tuple[str, str]]:
-    """Each test with its file, which is that of the one before where none is named."""
+    """Yield each test with its file, which is that of the test before if it names none."""
     for row in cases():
         file = ""
         for test in row:

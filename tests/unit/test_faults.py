@@ -1,4 +1,4 @@
-"""Seeded faults, of which the tests of worlds draw some: each still finds what it is to change."""
+"""Seeded faults, some of which tests of worlds draw: each still finds what it is to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parity.faults import Patch
 
 
 def faults() -> Iterator[Callable[[], Patch]]:
-    """Functions of tests/parity that return a patch and take nothing."""
+    """Yield the functions of tests/parity that return a patch and take nothing."""
     for file in sorted(Path(tests.parity.__path__[0]).glob("*faults.py")):
         module = importlib.import_module(f"tests.parity.{file.stem}")
         for function in vars(module).values():

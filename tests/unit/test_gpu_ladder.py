@@ -190,7 +190,7 @@ def test_claims_are_worked_out_from_the_records(ladder: Any, tmp_path: Path) -> 
         row(ladder, "megapipe", 0.16, setting="kernels.compile=True"),
         row(ladder, "Hugging Face", 0.25),
         ladder.records.Ablation("1.3B", "pipeline.schedule=zb_h1", 2, 1.02, 1.0),
-        ladder.records.Ablation("1.3B", "kernels.loss_chunk=0", 2, 1.2, 1.0),
+        ladder.records.Ablation("1.3B", "kernels.loss_chunk_tokens=0", 2, 1.2, 1.0),
         ladder.records.Split("1.3B", 4, 1.05),
         ladder.records.Missing("7B: megapipe", "no time"),
     ]
@@ -265,7 +265,7 @@ def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(
         return step(side, **options)
 
     monkeypatch.setattr(ladder.sides.Ours, "step", limited)
-    monkeypatch.setattr(ladder.whole_steps, "COMPILE", {"kernels": {"loss_chunk": 0}})
+    monkeypatch.setattr(ladder.whole_steps, "COMPILE", {"kernels": {"loss_chunk_tokens": 0}})
     monkeypatch.setattr(ladder.whole_steps, "has_key", lambda *_: True)
     bench = ladder.bench.Bench(replace(work, compile=True, until=time.time() + 60))
     try:
@@ -274,7 +274,7 @@ def test_state_that_does_not_fit_is_made_smaller_then_the_step_is_compiled(
         dist.destroy_process_group()
     _, *rows = ladder.records.read(Path(work.file))
     setting = "optimizer.state_dtype=bf16 optimizer.rounding=nearest"
-    assert [row.setting for row in rows] == [setting, f"{setting} kernels.loss_chunk=0"]
+    assert [row.setting for row in rows] == [setting, f"{setting} kernels.loss_chunk_tokens=0"]
     assert {row.rows for row in rows} == {3}
     assert {row.state for row in rows} == {"fp32 weights, bf16 state"}
     assert {row.tokens for row in rows} == {2 * 3 * 16}
@@ -302,11 +302,11 @@ def test_changes_without_effect_are_left_out(ladder: Any) -> None:
     ablations, used = ladder.ablations, {"attention": "flash", "norm": "torch", "optimizer": "apex"}
     without = [change for change in ablations.CHANGES if ablations.changes_nothing(change, used)]
     assert [ladder.sizes.words(change) for change in without] == [
-        "kernels.attention=flash",
-        "kernels.weight_grad=torch",
-        "kernels.norm=torch",
-        "kernels.swiglu=torch",
-        "kernels.optimizer=apex",
+        "kernels.only.attention=flash",
+        "kernels.only.weight_grad=torch",
+        "kernels.only.norm=torch",
+        "kernels.only.swiglu=torch",
+        "kernels.only.optimizer=apex",
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import parse
-from megapipe.config.keys import KEYS, SECTIONS, field_of
+from megapipe.config.keys import KEYS, OPTION_KEYS, SECTIONS, field_of
 from megapipe.errors import ConfigError
 from megapipe.schedule.generators import aliases, names
 from tests.parity.pages import BLOCK, DOCS, commands, wrong_files
@@ -25,7 +25,7 @@ OF_A_RUN = ("log.jsonl",)
 
 
 def code_words(text: str) -> Iterator[list[str]]:
-    """The words of every piece of code in the running text and in tables."""
+    """Yield the words of every piece of code in the running text and in tables."""
     for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
         yield [word.rstrip(",") for word in span.replace(r"\|", "|").split()]
 
@@ -37,10 +37,10 @@ def is_setting(word: str) -> bool:
 
 
 def wrong_settings(words: list[str]) -> Iterator[str]:
-    """Keys that do not exist and values that are not accepted."""
+    """Yield keys that do not exist and values that are not accepted."""
     settings = [word for word in words if is_setting(word) and word not in OF_A_RUN]
     settings = [word for word in settings if ".NAME" not in word or not _named(word)]
-    yield from (word for word in settings if word.partition("=")[0] not in KEYS)
+    yield from (word for word in settings if word.partition("=")[0] not in {*KEYS, *OPTION_KEYS})
     given = [word for word in settings if "=" in word]
     try:
         schedule = parse(given).config.pipeline.schedule
@@ -57,7 +57,7 @@ def _named(word: str) -> bool:
 
 
 def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
-    """Links from a page in `folder` to files that are not there, or to headings that these lack."""
+    """Yield links from a page in `folder` to files that do not exist, or to headings they lack."""
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         name, _, heading = target.partition("#")
         path = folder / name
@@ -70,7 +70,7 @@ def wrong_links(text: str, folder: Path = DOCS) -> Iterator[str]:
 
 
 def headings(text: str) -> list[str]:
-    """The headings of a page as links spell them."""
+    """Return the headings of a page as links spell them."""
     found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
 
@@ -99,7 +99,7 @@ def test_what_is_named_exists(name: str) -> None:
         "`optimizer.weight_decai`",
         "`--their-flag optimizer.zero=4`",
         "| `--flag` | `pipeline.chunks=2 pipeline.schedule=1f1c` | |",
-        "`pipeline.layout=[1,x]`",
+        "`pipeline.stage_layout=[1,x]`",
         "a file `megapipe/optim/rule.py`",
         "[design](design.md#flours)",
         "[design](desine.md)",

@@ -17,13 +17,13 @@ MOST = 20
 """Files of the package that a file may import."""
 ROOTS = {
     "megapipe.layout.resolve",
-    "megapipe.model.gpt.family",
+    "megapipe.model.gpt.model_spec",
     "megapipe.model.gpt.stage",
     "megapipe.plan.report",
     "megapipe.plan.run",
     "megapipe.schedule.generators",
-    "megapipe.train.async_training.streaming",
-    "megapipe.train.moe.expert_maps",
+    "megapipe.train.async_training.async_training",
+    "megapipe.train.moe.expert_rebalancing",
     "megapipe.train.job",
     "megapipe.train.train_step",
     "megapipe.train.trainer",
@@ -62,7 +62,7 @@ FLOORS = (
     "command_line",
     "util",
     "errors",
-    "words",
+    "text",
     "version",
 )
 """Folders and single files of the package, the highest first: imports go down."""
@@ -84,7 +84,7 @@ WITHOUT_GROUPS = {"megapipe.convert.dcp": "torch.distributed.checkpoint"}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Names of the modules that `tree` imports anywhere, or uses as an attribute of torch."""
+    """Yield the modules that `tree` imports anywhere, or uses as an attribute of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -104,7 +104,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def on_import(tree: ast.Module) -> Iterator[str]:
-    """The same, of what runs when the module is imported."""
+    """Yield the modules that `tree` imports or uses when it is itself imported."""
 
     def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         for node in body:
@@ -136,7 +136,7 @@ class Imports(NamedTuple):
 
 @functools.cache
 def imports_of_files() -> Mapping[str, Imports]:
-    """Each file of the package is parsed once for all tests."""
+    """Parse each file of the package, once for all tests."""
     found = {}
     for name, path in FILES.items():
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -174,12 +174,12 @@ def test_the_reading_of_imports() -> None:
 
 
 def room(module: str) -> str:
-    """The folder or file below the package that a module is in."""
+    """Return the folder or file below the package that a module is in."""
     return module.split(".")[1]
 
 
 def upward(importer: str, imported: Iterable[str]) -> list[str]:
-    """The `imported` modules that are not below the room of the `importer`, or in it."""
+    """Return the `imported` modules that are not below the room of the `importer`, or in it."""
     own = FLOORS.index(room(importer))
     inner = [name for name in imported if name.startswith("megapipe.")]
     return [name for name in inner if FLOORS.index(room(name)) < own]
@@ -203,9 +203,9 @@ def test_one_upward_import_is_noticed() -> None:
     assert upward("megapipe.engine.pipeline", imports(ast.parse(up))) == [
         "megapipe.train.train_step"
     ]
-    assert upward("megapipe.schedule.ir", ["numpy", "megapipe.errors", "megapipe.plan.pace"]) == [
-        "megapipe.plan.pace"
-    ]
+    assert upward(
+        "megapipe.schedule.ir", ["numpy", "megapipe.errors", "megapipe.plan.step_time"]
+    ) == ["megapipe.plan.step_time"]
 
 
 def test_schedules_and_plans_need_no_package_but_numpy() -> None:
@@ -246,8 +246,8 @@ def test_optional_packages_are_not_needed_to_import() -> None:
 
 
 def loads(module: str, seen: set[str]) -> set[str]:
-    """Packages that a module of megapipe imports when it is imported; `seen` has the modules that
-    were looked at."""
+    """Return the packages that a module of megapipe imports when it is imported; `seen` has the
+    modules that were looked at."""
     found = set()
     parts = module.split(".")
     above = [f"{'.'.join(parts[:length])}.__init__" for length in range(1, len(parts) + 1)]
@@ -287,7 +287,7 @@ def module_of(name: str) -> str:
 
 @functools.cache
 def imported_files() -> Mapping[str, frozenset[str]]:
-    """The files that each file imports, in functions and for types too."""
+    """Return the files that each file imports, in functions and for types too."""
     names = {module_of(name) for name in FILES}
     return {
         module_of(name): (frozenset(map(module_of, found.anywhere)) & names) - {module_of(name)}
@@ -296,7 +296,7 @@ def imported_files() -> Mapping[str, frozenset[str]]:
 
 
 def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
-    """Some nodes that lead from one to the next and back to the first; empty if there are none."""
+    """Return nodes that lead from one to the next and back to the first; empty if none do."""
     sorter = TopologicalSorter(graph)
     try:
         sorter.prepare()
@@ -306,7 +306,7 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def test_no_file_stands_on_itself() -> None:
-    """Nor through others: not by an import in a function, and not by one for types."""
+    """It does not do so through other files either: by imports in functions, or for types."""
     assert not circle(imported_files())
     assert circle({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]})
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.mutation.places import mutants_of
+from tests.mutation.mutation_sites import mutants_of
 from tests.mutation.suites import SUITES
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.parity.written_tests import run_by_ci
 
 ROOT = Path(__file__).parents[2]

@@ -140,7 +140,7 @@ def test_bf16_keeps_fp32_masters_and_is_near_fp32() -> None:
 
 
 def sum_of_microbatches(params: dict[str, Tensor], model: ModelConfig, batch) -> dict[str, Tensor]:
-    """Gradients of a full batch from its single rows, added in fp32."""
+    """Add the gradients of a full batch's single rows in fp32."""
     rows = [
         loss_and_grads(params, model, tuple(t[i : i + 1] for t in batch))[1]
         for i in range(len(batch[0]))

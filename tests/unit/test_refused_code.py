@@ -1,4 +1,4 @@
-"""``run.own_code=refuse`` and MEGAPIPE_OWN_CODE=refuse: no code that a value names is loaded."""
+"""``run.user_code=refuse`` and MEGAPIPE_OWN_CODE=refuse: no code that a value names is loaded."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megapipe.config.keys import CODE, KEYS, MAPPINGS
 from megapipe.config.model import ModelConfig
 from megapipe.config.section import documentation
 from megapipe.errors import ConfigError
-from megapipe.layout.family import make_model_spec
+from megapipe.layout.model_spec import make_model_spec
 from megapipe.layout.resolve import resolve
 from megapipe.model.interface import RunShape
 from megapipe.plan import commands as of_contexts
 from megapipe.schedule import commands as of_schedules
-from megapipe.train import objects
+from megapipe.train import python_api
 from megapipe.train.main import train
 from megapipe.util.user_code import ENVIRONMENT, UserCode, is_user_code
 
 SOURCES = ("data.source", "data.mixture.a.source", "data.validation.held", "data.test.held")
 NAMING = (*CODE, *SOURCES)
-EXPERTS = ["model.moe.experts=4"]
+EXPERTS = ["model.moe.num_experts=4"]
 NEEDED = {
     "data.mixture.a.source": ["data.mixture.b.source=x"],
-    "context.plan": ["parallel.cp=2"],
-    "model.moe.scores": EXPERTS,
+    "context.algorithm": ["parallel.cp=2"],
+    "model.moe.score_function": EXPERTS,
     "experts.dispatch": [*EXPERTS, "parallel.dp=2", "parallel.ep=2"],
 }
 DOCS = Path(megapipe.__file__).parents[1] / "docs/extending.md"
@@ -41,7 +41,7 @@ DOCS = Path(megapipe.__file__).parents[1] / "docs/extending.md"
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Makes code that tells when it is loaded, each time under a new ``module:name``."""
+    """Return a function that makes code, under a new ``module:name``, that tells when loaded."""
     monkeypatch.chdir(tmp_path)
     numbers = itertools.count()
 
@@ -62,13 +62,13 @@ def test_each_key_by_file_and_command_line(
     key: str, theirs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, more = theirs(""), NEEDED.get(key, [])
-    refused = f"{key}={spec}: it names code to run, which run.own_code=refuse does not allow\n"
-    Path("theirs.yaml").write_text(f"run.own_code: allow\n{key}: {spec}\n")
+    refused = f"{key}={spec}: it names code to run, which run.user_code=refuse does not allow\n"
+    Path("theirs.yaml").write_text(f"run.user_code: allow\n{key}: {spec}\n")
     for given in (
-        ["theirs.yaml", "run.own_code=refuse"],
-        ["theirs.yaml", "run.own_code=refuse", "--dry-run"],
-        ["run.own_code=refuse", "theirs.yaml"],
-        [f"{key}={spec}", "run.own_code=refuse"],
+        ["theirs.yaml", "run.user_code=refuse"],
+        ["theirs.yaml", "run.user_code=refuse", "--dry-run"],
+        ["run.user_code=refuse", "theirs.yaml"],
+        [f"{key}={spec}", "run.user_code=refuse"],
     ):
         assert train([*given, *more]) == 2
         said = capsys.readouterr()
@@ -85,9 +85,9 @@ def test_the_environment_wins_over_a_configuration(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And without either the code of each key is loaded, by the same command."""
+    """If neither refuses it, the same command loads the code of each key."""
     spec, more = theirs(""), NEEDED.get(key, [])
-    given = [f"{key}={spec}", "run.own_code=allow", *more, "--dry-run"]
+    given = [f"{key}={spec}", "run.user_code=allow", *more, "--dry-run"]
     monkeypatch.setenv(ENVIRONMENT, "refuse")
     assert train(given) == 2
     said = capsys.readouterr().err
@@ -124,33 +124,35 @@ def test_commands_that_take_a_configuration(
     theirs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = theirs("")
-    assert of_contexts.main(["compare", "run.own_code=refuse", f"context.plan={spec}"]) == 2
-    assert f"context.plan={spec}: it names code to run" in capsys.readouterr().err
+    assert of_contexts.main(["compare", "run.user_code=refuse", f"context.algorithm={spec}"]) == 2
+    assert f"context.algorithm={spec}: it names code to run" in capsys.readouterr().err
     assert not is_loaded(spec)
 
 
 def test_from_python(theirs: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of a configuration are refused, and objects that the caller gives are not."""
     spec = theirs("")
-    words = f"megapipe.train: train.loss={spec}: it names code to run"
-    tree = {"run": {"own_code": "refuse"}, "train": {"loss": spec}}
-    Path("theirs.yaml").write_text(f"run.own_code: refuse\ntrain.loss: {spec}\n")
+    words = f"megapipe.train: train.loss_function={spec}: it names code to run"
+    tree = {"run": {"user_code": "refuse"}, "train": {"loss_function": spec}}
+    Path("theirs.yaml").write_text(f"run.user_code: refuse\ntrain.loss_function: {spec}\n")
     for given in (tree, Config.model_validate(tree)):
         with pytest.raises(ConfigError, match=words):
-            objects.train(given)
+            python_api.train(given)
     with pytest.raises(ConfigError, match=words.replace("megapipe.train:", "theirs.yaml:")):
-        objects.train("theirs.yaml")
+        python_api.train("theirs.yaml")
     assert not is_loaded(spec)
     commands = []
 
     def start(command: cli.Command, *_: object) -> None:
         commands.append(command)
 
-    monkeypatch.setattr(objects.job, "start", start)
-    objects.train({"run": {"own_code": "refuse"}}, loss=is_loaded)
+    monkeypatch.setattr(python_api.job, "start", start)
+    python_api.train({"run": {"user_code": "refuse"}}, loss=is_loaded)
     (command,) = commands
-    assert command.config.train.loss == f"{__name__}:is_loaded"
-    assert command.config.run.own_code == "allow", "which the files of the run say, and are read by"
+    assert command.config.train.loss_function == f"{__name__}:is_loaded"
+    assert command.config.run.user_code == "allow", (
+        "which the files of the run say, and are read by"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,13 +168,13 @@ def test_all_that_is_imported_is_what_is_looked_for(spec: str) -> None:
 def test_a_file_of_that_name_is_no_code(theirs: Callable[[str], str]) -> None:
     spec = theirs("")
     Path(spec).write_text("a text " * 100)
-    config = cli.parse([f"data.source={spec}", "run.own_code=refuse"]).config
+    config = cli.parse([f"data.source={spec}", "run.user_code=refuse"]).config
     resolve(config, 1, 257)
     assert not is_loaded(spec)
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every key that takes text, with a template of an argument that gives it a value."""
+    """Yield every key that takes text, with a template of an argument that gives it a value."""
     for key, info in KEYS.items():
         words = str(info.annotation)
         if key not in MAPPINGS and "str" in words:
@@ -189,10 +191,10 @@ def texts() -> Iterator[tuple[str, str]]:
 def test_every_key_that_takes_text(
     key: str, template: str, theirs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If its value is loaded as code, then not where that is refused."""
+    """If its value is loaded as code, it is not loaded where that is refused."""
     spec = theirs("")
     given = [template.format(spec), *NEEDED.get(key, []), "--dry-run"]
-    train([*given, "run.own_code=refuse"])
+    train([*given, "run.user_code=refuse"])
     refused = f"={spec}: it names code to run" in capsys.readouterr().err
     assert not is_loaded(spec)
     train(given)
@@ -206,7 +208,7 @@ def test_every_key_whose_documentation_tells_of_code() -> None:
         for section in [cli.SECTIONS[key.rpartition(".")[0]]]
         if re.search(r"`module:\w+`", documentation(section)[key.rpartition(".")[2]])
     }
-    assert told - {"run.own_code"} == {*CODE, "data.source"}
+    assert told - {"run.user_code"} == {*CODE, "data.source"}
 
 
 def test_no_place_that_loads_code_is_forgotten() -> None:

@@ -26,11 +26,11 @@ from megapipe.data.tokenizer import ByteTokenizer
 from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
 from megapipe.train import run_folder
+from megapipe.train.banner import banner_lines
 from megapipe.train.main import train
-from megapipe.train.opening import banner_lines
 from megapipe.train.resume.changes import Changes
-from megapipe.train.source import StartPoint
-from megapipe.util.left_out import SkippedSamples
+from megapipe.train.start_point import StartPoint
+from megapipe.util.skipped_samples import SkippedSamples
 
 
 @pytest.fixture
@@ -71,7 +71,9 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_is_left(
     run = tmp_path / "run"
     run.mkdir()
     (run / name).symlink_to(outside)
-    with pytest.raises(ConfigError, match=rf"{run / name} is a symbolic link, which a run does"):
+    with pytest.raises(
+        ConfigError, match=rf"{run / name} is a symbolic link, through which a run does"
+    ):
         run_folder._take(run_folder.RunFolder(run))
     assert not any(outside.iterdir())
     assert [path.name for path in run.iterdir()] == [name], "nor is it locked"
@@ -81,7 +83,7 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_is_left(
 def test_a_link_in_a_cache_is_refused_and_what_it_leads_to_is_left(
     inside: str, tmp_path: Path
 ) -> None:
-    """In the place of a folder that is made under a name which others can know beforehand."""
+    """It takes the place of a folder that is made under a name which others can know beforehand."""
     (tmp_path / "a.jsonl").write_text('{"text": "the cat sat on a mat"}\n' * 40)
     config = DataConfig(source=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     made = prepare(config, ByteTokenizer(), progress=False)
@@ -89,7 +91,9 @@ def test_a_link_in_a_cache_is_refused_and_what_it_leads_to_is_left(
     place = made.folder.with_name(f".{made.digest}.parts") / inside
     place.parent.mkdir(exist_ok=True)
     place.symlink_to(tmp_path / "outside")
-    with pytest.raises(DataError, match=rf"cache.*: {place} is a symbolic link, which a run does"):
+    with pytest.raises(
+        DataError, match=rf"cache.*: {place} is a symbolic link, through which a run does"
+    ):
         prepare(config, ByteTokenizer(), progress=False)
     assert not (tmp_path / "outside").exists()
     assert place.is_symlink()
@@ -105,7 +109,9 @@ def test_a_link_among_copies_is_refused(tmp_path: Path) -> None:
     outside.mkdir()
     kept.mkdir()
     (kept / "a").symlink_to(outside)
-    with pytest.raises(DataError, match=rf"{kept / 'a'} is a symbolic link, which a run does not"):
+    with pytest.raises(
+        DataError, match=rf"{kept / 'a'} is a symbolic link, through which a run does not"
+    ):
         fetched(config, progress=False)
     assert not any(outside.iterdir())
     system.rm("/linked", recursive=True)
@@ -127,7 +133,7 @@ URL = "https://me:s3cret@example.org/texts.txt"
         ("data.mixture.a.source", ["data.mixture.b.source=x"]),
         ("data.validation.held", []),
         ("data.test.held", []),
-        ("checkpoint.folder", []),
+        ("checkpoint.url", []),
         ("data.tokenizer", []),
         ("checkpoint.load", []),
         ("log.wandb_project", []),
@@ -137,7 +143,7 @@ def test_a_password_in_a_url_is_refused_without_a_word_of_it(key: str, more: lis
     config = parse([f"{key}={URL}", *more]).config
     with pytest.raises(ConfigError) as info:
         resolve(config, 1, 257)
-    assert f"{key} is a URL with a user name or a password in it" in str(info.value)
+    assert f"{key} is a URL with a user name or password" in str(info.value)
     assert "s3cret" not in str(info.value)
 
 
@@ -169,8 +175,8 @@ def test_no_error_repeats_a_password(given: list[str], capsys: pytest.CaptureFix
 def lines(
     folder: Path, *, own: bool = True, weights: bool = False, device: str = "cpu", **given: Any
 ) -> list[str]:
-    """The lines of a run that goes on from a checkpoint at `folder`, or begins with its weights,
-    but for the first ones."""
+    """Return the lines, but for the first ones, of a run that resumes from a checkpoint at `folder`
+    or begins with its weights."""
     config, layout = resolve(parse([f"{k}={v}" for k, v in given.items()]).config, 1, 257)
     coordinates = {"threads": torch.get_num_threads() + 1, "samples": 0}
     manifest = SimpleNamespace(coordinates=coordinates)
@@ -186,7 +192,7 @@ def lines(
             policy=policy,
             kernels=SimpleNamespace(banner=lambda: "", warnings=list),
             position=SimpleNamespace(samples=0),
-            left_out=SkippedSamples(),
+            skipped_samples=SkippedSamples(),
             streaming=None,
         ),
     )
@@ -204,12 +210,12 @@ def test_what_a_resumed_run_may_not_expect_is_told(tmp_path: Path) -> None:
     load = {"checkpoint.load": "other"}
     assert lines(tmp_path, device="cuda", own=False, **load) == []
     (told,) = lines(tmp_path, device="cuda", **load)
-    assert told == "checkpoint.load=other is not used: the run has checkpoints of its own"
+    assert told == "checkpoint.load=other is ignored: the run already has checkpoints"
     (tmp_path / "manifest.json").touch()
     (tmp_path / "manifest.json").chmod(0o666)
     (told,) = lines(tmp_path, device="cuda")
     words = f"{tmp_path / 'manifest.json'} may be written by every user"
-    assert told == f"{words}: whoever that is decides what is trained on"
+    assert told == f"{words}: that user can change what this run trains on"
     (again,) = lines(tmp_path, weights=True)
     assert again == told
 

@@ -9,7 +9,7 @@ SMALL = ("--ranks", "4", "--microbatches", "8")
 
 @pytest.fixture
 def refuse(capsys):
-    """The one line of a mistake."""
+    """Return a function that runs a command and returns the one line of its mistake."""
 
     def run(*argv: str) -> str:
         code = main([str(word) for word in argv])
@@ -70,9 +70,12 @@ def refuse(capsys):
         (["draw", "1f1b", *SMALL, "-o", "/none/x.png"], "/none/x.png: cannot be written: No such"),
         (["export", "1f1b", *SMALL, "--format", "xml"], "invalid choice: 'xml'"),
         (["export", "chimera", *SMALL, "--format", "torch"], "cannot run more than one direction"),
-        (["search", *SMALL, "--chunks", "3", "--placement", "v"], "v does not go with 3 chunks"),
-        (["search", *SMALL, "--memory-limit", "1/2"], "memory_limit 1/2 is too small"),
-        (["search", *SMALL, "--slices", "2"], "unrecognized arguments: --slices 2"),
+        (["search", *SMALL, "--chunks", "3", "--placement", "v"], "v cannot have 3 chunks"),
+        (["search", *SMALL, "--activation-limit", "1/2"], "activation_limit 1/2 is too small"),
+        (
+            ["search", *SMALL, "--sequence-slices", "2"],
+            "unrecognized arguments: --sequence-slices 2",
+        ),
         (["compare", "--csv", "--json", *SMALL], "not allowed with argument"),
         (["validate"], "required: FILE"),
     ],

@@ -40,7 +40,7 @@ def test_list_names_every_schedule(ask):
     assert (told["1f1b"]["placement"], told["1f1b"]["backward"]) == ("single", "fused")
     assert told["zb_h1"]["backward"] == "split"
     assert told["zb_h1"]["papers"] == ["2401.10241"]
-    assert told["interleaved_1f1b"]["options"] == ["chunks", "group"]
+    assert told["interleaved_1f1b"]["options"] == ["chunks", "microbatch_group_size"]
     assert told["chimera"]["weights"] == 2
     shown = ask("list")
     for name, entry in told.items():
@@ -74,7 +74,7 @@ def test_simulate_json_of_zb_h1(ask):
         "peak_held": [4, 4, 4, 4],
         "peak_weighted": [4, 4, 4, 4],
         "weight_copies": [1, 1, 1, 1],
-        "memory_limit": None,
+        "activation_limit": None,
         "memory_accounting": "held",
         "fits": True,
     }
@@ -115,7 +115,7 @@ def test_stage_costs(ask, tmp_path):
 
 
 def test_gathers_and_reductions(ask, tmp_path):
-    """Of a full rank: a chunk's takes 1/V; of a stage in a file."""
+    """The costs are those of a full rank, and a chunk takes 1/V; in a file they are of a stage."""
 
     def told(name, *more):
         return json.loads(ask("simulate", name, *SMALL, *more, "--json"))
@@ -192,11 +192,11 @@ def test_memory_limits_and_accountings(ask):
         told = json.loads(ask("simulate", "zb_h1", *SMALL, *more, "--json"))
         return told["fits"], max(told["peak_held"]), max(told["peak_weighted"])
 
-    assert fits("--memory-limit", "4") == (True, 4, 4)
-    assert fits("--memory-limit", "3.999") == (False, 4, 4)
-    freed = ("--freed-by-input-grad", "1/2", "--memory-limit", "4")
+    assert fits("--activation-limit", "4") == (True, 4, 4)
+    assert fits("--activation-limit", "3.999") == (False, 4, 4)
+    freed = ("--freed-by-input-grad", "1/2", "--activation-limit", "4")
     assert fits(*freed, "--memory-accounting", "weighted") == (True, 4, 4)
-    freed = ("--freed-by-input-grad", "1", "--memory-limit", "3")
+    freed = ("--freed-by-input-grad", "1", "--activation-limit", "3")
     assert fits(*freed) == (False, 4, 4)
     told = json.loads(ask("simulate", "zb_h1", *SMALL, *freed, "--json"))
     assert told["peak_weighted"] == [4, 3, 2, 1]
@@ -204,7 +204,7 @@ def test_memory_limits_and_accountings(ask):
 
 def test_weighted_memory_is_what_a_schedule_may_use(ask):
     """The published ZB-2p of 2401.10241 (table 5, p 8, m 24) counts what I frees."""
-    given = "--ranks 8 --microbatches 24 --memory-limit 16 --freed-by-input-grad 0.634 --json "
+    given = "--ranks 8 --microbatches 24 --activation-limit 16 --freed-by-input-grad 0.634 --json "
     given += "--cost F=18.522,I=18.086,W=9.337,comm=0.601 --memory-accounting "
     told = {
         accounting: json.loads(ask("simulate", "zb_2p", *(given + accounting).split()))
@@ -216,7 +216,7 @@ def test_weighted_memory_is_what_a_schedule_may_use(ask):
 
 
 def test_simulate_for_a_reader(ask):
-    shown = ask("simulate", "zb_h1", *SMALL, "--memory-limit", "3").splitlines()
+    shown = ask("simulate", "zb_h1", *SMALL, "--activation-limit", "3").splitlines()
     assert shown[:8] == [
         "zb_h1",
         "  sizes     4 ranks, 8 micro-batches, chunks 1, slices 1, placement single",
@@ -301,7 +301,7 @@ def test_compare_csv(ask):
 
 
 def test_compare_table(ask):
-    shown = ask("compare", "1f1b", "gpipe", *SMALL, "--memory-limit", "4").splitlines()
+    shown = ask("compare", "1f1b", "gpipe", *SMALL, "--activation-limit", "4").splitlines()
     assert [line.split() for line in shown[1:]] == [
         ["1f1b", "1", "33", "33", "27.3%", "37.5%", "27.3%", "4", "4", "1", "48", "yes"],
         ["gpipe", "1", "33", "33", "27.3%", "37.5%", "27.3%", "8", "8", "1", "48", "NO"],
@@ -323,7 +323,7 @@ def test_compare_by_placement(ask):
     placed = {entry["placement"] for entry in told if "placement" in entry}
     assert placed == {"loop"}
     refused = {entry["schedule"]: entry.get("refused") for entry in told}
-    assert refused["1f1b"] == "its placement is single"
+    assert refused["1f1b"] == "its placement is single, not loop"
 
 
 @pytest.mark.parametrize(
@@ -410,8 +410,9 @@ def test_deviation(ask):
     size = ("simulate", "1f1b", *("--ranks", "4", "--microbatches", "8", "--jitter", "0.5"))
     kept = json.loads(ask(*size, "--json"))
     assert "deviating" not in kept
-    one, three = (json.loads(ask(*size, "--deviate", n, "--json"))["deviating"] for n in (1, 3))
+    told = (json.loads(ask(*size, "--out-of-order", n, "--json")) for n in (1, 3))
+    one, three = (each["deviating"] for each in told)
     assert one == {"window": 1, "makespan": kept["makespan"]}
     assert three["makespan"] < one["makespan"]
     shown = f"deviating makespan {three['makespan']:g}, within the 3 next operations"
-    assert shown in ask(*size, "--deviate", 3)
+    assert shown in ask(*size, "--out-of-order", 3)

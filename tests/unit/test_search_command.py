@@ -27,14 +27,14 @@ def uneven(tmp_path):
 def test_search(ask, uneven, tmp_path):
     """What it prints is what `simulate` says of the file that it writes."""
     path = tmp_path / "found.csv"
-    told = json.loads(ask("search", *uneven, "--memory-limit", "3", "-o", path, "--json"))
+    told = json.loads(ask("search", *uneven, "--activation-limit", "3", "-o", path, "--json"))
     assert (told["schedule"], told["makespan"], told["value"]) == ("searched", 26, 26)
     assert told["lower_bound"] == 26
     assert told["baseline_value"] > 26
     assert told["baseline"] in names()
     assert (told["objective"], told["fits"], told["valid"]) == ("makespan", True, True)
     assert 0 < told["evaluations"] <= 600
-    again = json.loads(ask("simulate", path, *uneven[:6], "--memory-limit", "3", "--json"))
+    again = json.loads(ask("simulate", path, *uneven[:6], "--activation-limit", "3", "--json"))
     changing = {"schedule", "generate_seconds", "simulate_seconds"}
     assert {key: told[key] for key in again.keys() - changing} == {
         key: again[key] for key in again.keys() - changing
@@ -42,7 +42,7 @@ def test_search(ask, uneven, tmp_path):
 
 
 def test_search_by_span_and_weighted_memory(ask, uneven):
-    limit = ("--memory-limit", "2", "--freed-by-input-grad", "1")
+    limit = ("--activation-limit", "2", "--freed-by-input-grad", "1")
     held = json.loads(ask("search", *uneven, *limit, "--json"))
     weighted = json.loads(
         ask("search", *uneven, *limit, "--memory-accounting", "weighted", "--json")

@@ -36,21 +36,21 @@ LOADERS = {"from_pretrained"}
 """Methods that ask whether to run code of a folder unless they are told not to."""
 
 EXCEPTIONS = {
-    # functions of the user's, to processes that this one has started and from them: over pipes
+    # user-defined functions, to processes that this one has started and from them: over pipes
     ("launch/local.py", "import pickle"),
     # an unpickler that knows names of plain data alone, and the error that torch raises
     ("convert/dcp/metadata.py", "import pickle"),
     ("convert/pickles.py", "import pickle"),
-    # names of the user's, unless run.own_code refuses them; packages and modules of fixed lists
+    # names that users give, unless run.user_code refuses them; packages and modules of fixed lists
     ("util/user_code.py", "importlib.import_module"),
     ("ops/probe.py", "importlib.import_module"),
     ("console.py", "import_module"),
     ("completion.py", "import_module"),
     ("__init__.py", "import_module"),
-    ("launch/forks.py", "importlib.import_module"),
+    ("launch/fork_server.py", "importlib.import_module"),
     # train.py beside this package, and this package
-    ("launch/forks.py", "runpy.run_path"),
-    ("launch/forks.py", "runpy.run_module"),
+    ("launch/fork_server.py", "runpy.run_path"),
+    ("launch/fork_server.py", "runpy.run_module"),
     # with --trust-pickle alone
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),
@@ -102,7 +102,7 @@ def of_call(call: ast.Call) -> Iterator[str]:
 
 
 def dotted(function: ast.expr) -> str:
-    """The name of a function, as in ``torch.load``."""
+    """Return the name of a function, as in ``torch.load``."""
     if isinstance(function, ast.Attribute):
         return f"{dotted(function.value)}.{function.attr}"
     return function.id if isinstance(function, ast.Name) else ""

@@ -67,7 +67,7 @@ def test_a_long_command_in_an_example_goes_on_behind_a_backslash() -> None:
         ["list"],
         ["show", "dualpipe", "--ranks", "8", "--microbatches", "20"],
         ["simulate", "zb_v", "--ranks", "4", "--microbatches", "8"],
-        ["compare", "--ranks", "4", "--microbatches", "8", "--memory-limit", "3"],
+        ["compare", "--ranks", "4", "--microbatches", "8", "--activation-limit", "3"],
     ],
     ids=lambda argv: argv[0],
 )

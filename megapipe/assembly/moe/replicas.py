@@ -1,4 +1,4 @@
-"""Places of experts in the stages of a process, where these may change."""
+"""Expert replicas in the stages of a process, if experts may move between ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from dataclasses import replace
 from megapipe.config.config import Config
 from megapipe.layers.moe.experts import RoutedExperts, expert_layers
 from megapipe.layers.moe.replicas import ExpertReplicas
-from megapipe.layout.moe.replicas import ep_ranks_per_node
+from megapipe.layout.moe.rebalance_checks import ep_ranks_per_node
 from megapipe.model.interface import StageModule
 
 
 def attach_expert_replicas(
     config: Config, modules: Mapping[int, StageModule]
 ) -> dict[int, list[ExpertReplicas]]:
-    """Give layers with experts their places, which begin without copies, and return them by stage;
-    none where maps stay as they are."""
+    """Attach an :class:`ExpertReplicas`, which has no replicas at first, to every MoE layer. Return
+    these objects by stage; {} if experts never move."""
     if not config.experts.moves:
         return {}
     return {
-        stage: [_given(config, layer) for layer in expert_layers(m)] for stage, m in modules.items()
+        stage: [_attach_replicas(config, layer) for layer in expert_layers(m)]
+        for stage, m in modules.items()
     }
 
 
-def _given(config: Config, layer: RoutedExperts) -> ExpertReplicas:
-    """Give a layer its places, and return them."""
-    layer.ownership.map = replace(layer.ownership.map, slots=config.experts.slots)
-    given = layer.dispatcher.ep, layer.dispatcher.etp, ep_ranks_per_node(config)
-    layer.places = ExpertReplicas(layer.of_experts, layer.ownership, *given)
-    return layer.places
+def _attach_replicas(config: Config, layer: RoutedExperts) -> ExpertReplicas:
+    """Attach an :class:`ExpertReplicas` to a layer, and return it."""
+    layer.ownership.map = replace(layer.ownership.map, slots=config.experts.replica_slots)
+    arguments = layer.dispatcher.ep, layer.dispatcher.etp, ep_ranks_per_node(config)
+    layer.replicas = ExpertReplicas(layer.of_experts, layer.ownership, *arguments)
+    return layer.replicas

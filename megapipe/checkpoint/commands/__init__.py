@@ -16,15 +16,15 @@ COMMANDS = {
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="The checkpoints of a run: which there are, what they hold, whether they are "
-        "sound.",
-        epilog="%(prog)s COMMAND --help tells what it takes.",
+        description="The checkpoints of a run: list, inspect, verify, compare, repair and delete "
+        "them.",
+        epilog="%(prog)s COMMAND --help explains a command.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command; returns the exit code of the process."""
     return run_command(parser(), argv)

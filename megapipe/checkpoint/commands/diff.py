@@ -1,6 +1,6 @@
-"""Compares two checkpoints, of whatever layouts: configuration, place in the data, and each
-tensor, bit by bit. Of tensors that differ it shows the largest difference of two values, and the
-norm of the difference over the norm of the first.
+"""Compares two checkpoints of any layouts: configuration, position in the data, and each tensor,
+bit by bit. For each tensor that differs it shows the largest difference of two values, and the norm
+of the difference divided by the norm of the first checkpoint's tensor.
 
 example: checkpoint.py diff runs/a runs/b --only "model/*"
 """
@@ -13,26 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.commands.arguments import NEWEST, place
+from megapipe.checkpoint.commands.arguments import NEWEST, location
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.shard import bytes_of
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 PURPOSE = "compare two checkpoints"
 _ABSENT = "(absent)"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("first", type=place, metavar="A", help=NEWEST)
-    parser.add_argument("second", type=place, metavar="B", help="likewise")
+    parser.add_argument("first", type=location, metavar="A", help=NEWEST)
+    parser.add_argument("second", type=location, metavar="B", help="likewise")
     parser.add_argument(
-        "--only", default="*", metavar="PATTERN", help="tensors of such names alone"
+        "--only",
+        default="*",
+        metavar="PATTERN",
+        help="compare only tensors whose names match the pattern",
     )
     parser.add_argument(
-        "--equal", action="store_true", help="end with code 5 unless the tensors are the same bits"
+        "--equal", action="store_true", help="exit with code 5 unless the tensors are bitwise equal"
     )
 
 
@@ -50,19 +53,21 @@ def run(given: argparse.Namespace) -> None:
             print_folded(f"{what} {key}: {one} | {other}")
     names = sorted(n for n in a.entries.keys() | b.entries.keys() if fnmatchcase(n, given.only))
     if not names:
-        raise ConfigError(f"--only {given.only}: neither has a tensor of that name")
+        raise ConfigError(
+            f"--only {given.only}: neither checkpoint has a tensor whose name matches"
+        )
     differing = 0
     for name in names:
         if (found := _difference(first, second, name)) is not None:
             differing += 1
             print_folded(f"{name}: {found}")
-    print(f"{len(names) - differing:,} of {len(names):,} tensors are the same bits")
+    print(f"{len(names) - differing:,} of {len(names):,} tensors are bitwise equal")
     if given.equal and differing:
         raise CheckpointError(f"{first.path} and {second.path} differ in {differing:,} tensors")
 
 
 def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Keys with their two values, where those are not the same."""
+    """Yield each key under which the two mappings differ, with both values."""
     for key in sorted(a.keys() | b.keys()):
         one, other = a.get(key, _ABSENT), b.get(key, _ABSENT)
         if one != other:
@@ -70,7 +75,7 @@ def _unequal(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _difference(first: Checkpoint, second: Checkpoint, name: str) -> str | None:
-    """How a tensor differs, in words; None if its bits are the same in both."""
+    """Describe how a tensor differs between two checkpoints; None if it is bitwise equal."""
     entries = [checkpoint.manifest.entries.get(name) for checkpoint in (first, second)]
     if entries[0] is None or entries[1] is None:
         return f"only in {'B' if entries[0] is None else 'A'}"
@@ -84,7 +89,7 @@ def _difference(first: Checkpoint, second: Checkpoint, name: str) -> str | None:
 
 
 def _distance(a: Tensor, b: Tensor) -> str:
-    # inf - inf and nan are differences too, of which no size can be told
+    # inf - inf and nan are differences too, but have no size
     odd = int((~(a.isfinite() & b.isfinite())).sum())
     apart = torch.where(a.isfinite() & b.isfinite(), a - b, torch.zeros_like(a))
     norm = torch.where(a.isfinite(), a, torch.zeros_like(a)).norm().item()

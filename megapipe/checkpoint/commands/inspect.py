@@ -1,5 +1,5 @@
 """Shows where a checkpoint comes from and what it holds. --config prints the run's configuration as
-train.py takes it, --tensors what is in each tensor.
+arguments for train.py, --tensors the smallest and largest value of each tensor.
 
 example: checkpoint.py inspect runs/latest --tensors "model/*norm*"
 """
@@ -10,26 +10,26 @@ from collections import defaultdict
 from fnmatch import fnmatchcase
 from math import prod
 
-from megapipe.checkpoint.commands.arguments import NEWEST, layout_of, place, size_of, written
+from megapipe.checkpoint.commands.arguments import NEWEST, layout_of, location, size_of, written
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
-from megapipe.words import count_noun, print_folded
+from megapipe.text import count_noun, print_folded
 
-PURPOSE = "what is in a checkpoint"
+PURPOSE = "show what a checkpoint contains"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("path", type=place, metavar="PATH", help=NEWEST)
+    parser.add_argument("path", type=location, metavar="PATH", help=NEWEST)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--config", action="store_true", help="print key=value and nothing else")
+    shown.add_argument("--config", action="store_true", help="print only key=value lines")
     shown.add_argument(
         "--tensors",
         nargs="?",
         const="*",
         metavar="PATTERN",
-        help='read tensors and show their values\' range (such as "model/*"; default: all)',
+        help='read tensors and show the range of their values (as in "model/*"; default: all)',
     )
 
 
@@ -66,9 +66,7 @@ def _summary(checkpoint: Checkpoint) -> None:
 def _tensors(checkpoint: Checkpoint, pattern: str) -> None:
     names = [name for name in checkpoint.names() if fnmatchcase(name, pattern)]
     if not names:
-        raise ConfigError(
-            f"--tensors {pattern}: no tensor of that name, of {len(checkpoint.names())}"
-        )
+        raise ConfigError(f"--tensors {pattern}: no name matches, of {len(checkpoint.names())}")
     for name in names:
         entry = checkpoint.manifest.entries[name]
         line = f"{name} {list(entry.shape)} {entry.dtype}"

@@ -1,5 +1,5 @@
-"""Lists the checkpoints of a run, oldest first. A checkpoint is called sound here if its manifest
-is valid and its files are there at their lengths; `verify` reads them.
+"""Lists the checkpoints of a run, oldest first. A checkpoint is listed as intact if its manifest is
+valid and its files exist with the right lengths. The command `verify` also reads the files.
 
 example: checkpoint.py list runs/latest
 """
@@ -9,7 +9,7 @@ import argparse
 from megapipe.checkpoint.commands.arguments import (
     A_RUN,
     layout_of,
-    place,
+    location,
     pointer_of,
     root_of,
     size_of,
@@ -21,13 +21,13 @@ from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import StorageLocation, at
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import count_noun, table
+from megapipe.text import count_noun, table
 
-PURPOSE = "checkpoints of a run"
+PURPOSE = "list the checkpoints of a run"
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("folder", type=place, metavar="RUN", help=A_RUN)
+    parser.add_argument("folder", type=location, metavar="RUN", help=A_RUN)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -37,10 +37,12 @@ def run(given: argparse.Namespace) -> None:
     if rows:
         print(table(rows, left=len(rows[0])))
     if (pointer := pointer_of(root)) is not None:
-        gone = "" if at(root / pointer).is_checkpoint() else ", which is not there"
+        gone = "" if at(root / pointer).is_checkpoint() else ", which does not exist"
         print(f"{POINTER} names {pointer}{gone}")
     for leftover in leftovers(root):
-        print(f"{leftover.name}: being written or removed, or left behind by a process that ended")
+        print(
+            f"{leftover.name}: being written or removed now, or a leftover of a process that ended"
+        )
 
 
 def _row(path: StorageLocation) -> tuple[str, ...]:
@@ -48,6 +50,6 @@ def _row(path: StorageLocation) -> tuple[str, ...]:
         checkpoint = Checkpoint.open(path)
     except CheckpointError as error:
         return path.name, written(path), "-", "-", f"damaged: {error}"
-    kind = "sound" if checkpoint.has_state else "sound, weights alone"
+    kind = "intact" if checkpoint.has_state else "intact, weights only"
     size = size_of(sum(record.bytes for record in checkpoint.manifest.files.values()))
     return path.name, written(path), size, layout_of(checkpoint), kind

@@ -1,26 +1,28 @@
-"""Reads all of some checkpoints: every piece against its checksum, with --values also every value,
-which should be a finite number. All are read before damage ends the command with code 5.
+"""Reads checkpoints in full: it compares every piece with its checksum, and with --values checks
+that every value is finite. Damage ends the command with code 5, after all checkpoints are read.
 
 example: checkpoint.py verify runs/latest --values
 """
 
 import argparse
 
-from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, place, size_of
+from megapipe.checkpoint.commands.arguments import A_RUN, folders_at, location, size_of
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.checkpoint.storage import StorageLocation
 from megapipe.command_line import Parser
 from megapipe.errors import CheckpointError
-from megapipe.words import count_noun, print_folded
+from megapipe.text import count_noun, print_folded
 
-PURPOSE = "read all of checkpoints and compare checksums"
+PURPOSE = "read every byte of checkpoints and compare checksums"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument(
-        "paths", type=place, nargs="+", metavar="PATH", help=f"a checkpoint, {A_RUN}"
+        "paths", type=location, nargs="+", metavar="PATH", help=f"a checkpoint, {A_RUN}"
     )
-    parser.add_argument("--values", action="store_true", help="find values that are not finite")
+    parser.add_argument(
+        "--values", action="store_true", help="also look for values that are not finite"
+    )
 
 
 def run(given: argparse.Namespace) -> None:
@@ -50,5 +52,5 @@ def _read(folder: StorageLocation, *, values: bool) -> str:
     files = checkpoint.manifest.files
     size = size_of(sum(record.bytes for record in files.values()))
     return (
-        f"sound, {count_noun(len(files), 'file')}, {size}{', all values finite' if values else ''}"
+        f"intact, {count_noun(len(files), 'file')}, {size}{', all values finite' if values else ''}"
     )

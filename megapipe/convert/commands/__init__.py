@@ -16,15 +16,16 @@ COMMANDS = {
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="Models of Hugging Face's, Megatron-LM's and torch's form to checkpoints, and "
-        "back to the first and the last; no GPU, no launcher.",
-        epilog="%(prog)s COMMAND --help tells what it takes.",
+        description="Convert models of Hugging Face, Megatron-LM and torch.distributed.checkpoint "
+        "to checkpoints, and checkpoints to Hugging Face and "
+        "torch.distributed.checkpoint. Needs no GPU and no launcher.",
+        epilog="%(prog)s COMMAND --help explains a command.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command; returns the exit code of the process."""
     return run_command(parser(), argv)

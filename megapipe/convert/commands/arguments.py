@@ -1,4 +1,4 @@
-"""Options and output that commands share."""
+"""Options and output that the conversion commands share."""
 
 import argparse
 import os
@@ -14,23 +14,23 @@ GB = 10**9
 
 
 def be_quiet() -> None:
-    """Before transformers is loaded: its bars and hints are not ours."""
+    """Silence transformers' progress bars and hints. Call this before transformers is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def add_shard_gb(parser: Parser, default: float, also: str = "") -> None:
-    """Add the option for the size of files, and of what `also` says."""
+    """Add the option --shard-gb for the size of files; `also` continues its help text."""
     parser.add_argument(
         "--shard-gb",
         type=float,
         default=default,
         metavar="GB",
-        help=f"most GB (10^9 bytes) in a file{also} (default: %(default)s)",
+        help=f"maximum GB (10^9 bytes) per file{also} (default: %(default)s)",
     )
 
 
 def add_model_type(parser: Parser) -> None:
-    """Add the option for the class as which a model is written."""
+    """Add the option for the Hugging Face class that the model is written as."""
     parser.add_argument(
         "--model-type",
         choices=list(TABLE),
@@ -45,12 +45,12 @@ def add_trust(parser: Parser) -> None:
 
 
 def shard_bytes(given: argparse.Namespace) -> int:
-    """The bytes that --shard-gb asks for. Raises :class:`ConfigError`."""
+    """Return --shard-gb in bytes. Raises :class:`ConfigError`."""
     if not (isfinite(given.shard_gb * GB) and given.shard_gb > 0):
         raise ConfigError(f"--shard-gb {given.shard_gb}: expected a number > 0")
     return max(1, int(given.shard_gb * GB))
 
 
-def tell(line: str) -> None:
-    """Show progress."""
+def print_progress(line: str) -> None:
+    """Print a line of progress."""
     print(f"megapipe: {line}", file=sys.stderr, flush=True)

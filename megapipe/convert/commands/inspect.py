@@ -1,7 +1,7 @@
-"""Shows what is in a checkpoint or in a folder of Hugging Face's, Megatron-LM's or of
-torch.distributed.checkpoint (DCP), and what of it cannot be expressed on the other side. With
---config it prints a configuration that trains on from it; a folder of the last two kinds has to be
-converted for that.
+"""Shows the content of a checkpoint or of a folder of Hugging Face, Megatron-LM or
+torch.distributed.checkpoint (DCP), and which parts a conversion cannot express. With --config it
+prints a configuration that continues training from the weights; a folder of Megatron-LM or DCP must
+be converted first.
 
 example: convert.py inspect Qwen/Qwen3-0.6B --config > qwen.yaml
          train.py qwen.yaml data.source=texts
@@ -15,7 +15,6 @@ from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.command_line import Parser
-from megapipe.convert.adopt import has_tokenizer
 from megapipe.convert.commands.arguments import add_trust, be_quiet
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.describe import (
@@ -28,25 +27,24 @@ from megapipe.convert.describe import (
 )
 from megapipe.convert.folder import HuggingFaceFolder
 from megapipe.convert.hub import local_folder
+from megapipe.convert.import_model import has_tokenizer
 from megapipe.convert.megatron.layout import is_megatron
-from megapipe.convert.source import CONFIG
 from megapipe.convert.tensor_files import TensorFiles
+from megapipe.convert.weight_source import CONFIG
 from megapipe.errors import ConfigError
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
-PURPOSE = "what is in a folder of a model, or in a checkpoint"
+PURPOSE = "show what a model folder or a checkpoint contains"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a folder of Hugging Face's, Megatron-LM's or DCP's, a name on the hub, a checkpoint, "
-        "or a run folder",
+        help="a folder of Hugging Face, Megatron-LM or DCP, a name on the hub, a "
+        "checkpoint, or a run folder",
     )
-    parser.add_argument(
-        "--config", action="store_true", help="print a configuration (YAML) and nothing else"
-    )
+    parser.add_argument("--config", action="store_true", help="print only a configuration (YAML)")
     add_trust(parser)
 
 
@@ -66,7 +64,7 @@ def run(given: argparse.Namespace) -> None:
 def _folder(path: Path, config: bool) -> None:
     try:
         folder = HuggingFaceFolder.open(path)
-    except ConfigError:  # it may be of interest all the same
+    except ConfigError:  # its contents may be of interest anyway
         if not config:
             print_folded(*lines_of_files(TensorFiles.open(path)))
         raise
@@ -90,7 +88,7 @@ def _dcp(path: Path, config: bool, *, trust: bool) -> None:
 
     try:
         source = open_dcp(path, trust=trust)
-    except ConfigError:  # it may be of interest all the same
+    except ConfigError:  # its contents may be of interest anyway
         if not config:
             print_folded(*lines_of_files(DcpFiles.open(path, trust=trust)))
         raise

@@ -1,6 +1,6 @@
 """Writes the weights of a checkpoint, of any layout, as a folder that
-torch.distributed.checkpoint.load reads: into the state dict of a class of Hugging Face's, with its
-config.json, or by the names of megapipe.
+torch.distributed.checkpoint.load reads. Tensors have the names of a Hugging Face class's state
+dict, with its config.json, or megapipe's names.
 
 example: convert.py megapipe-to-dcp runs/latest my_model_dcp
 """
@@ -9,24 +9,25 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from megapipe.checkpoint.commands.arguments import place
+from megapipe.checkpoint.commands.arguments import location
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.command_line import Parser
-from megapipe.convert.commands.arguments import add_model_type, be_quiet, tell
+from megapipe.convert.commands.arguments import add_model_type, be_quiet, print_progress
 from megapipe.util.dtypes import Dtype
 
-PURPOSE = "a checkpoint to a folder of torch.distributed.checkpoint"
+PURPOSE = "convert a checkpoint to a torch.distributed.checkpoint folder"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument(
-        "path", type=place, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
+        "path", type=location, metavar="PATH", help="a checkpoint, or a run folder (its newest one)"
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to make")
     parser.add_argument(
         "--names",
         choices=("hf", "megapipe"),
-        help="default: hf if a class of Hugging Face's expresses the model, else megapipe",
+        help="names of the tensors (default: hf if a Hugging Face class can express the "
+        "model, else megapipe)",
     )
     parser.add_argument(
         "--dtype",
@@ -47,6 +48,6 @@ def run(given: argparse.Namespace) -> None:
         names=given.names,
         dtype=given.dtype,
         model_type=given.model_type,
-        tell=tell,
+        report=print_progress,
     )
     print(f"{given.output}: step {checkpoint.step} of {checkpoint.path}")

@@ -1,4 +1,4 @@
-"""A checkpoint as a DCP folder, written by one process, one tensor in memory at a time."""
+"""Export of a checkpoint as a DCP folder by one process, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.cli import stored_model
 from megapipe.convert.adapters import Adapters
+from megapipe.convert.atomic_folder import atomic_folder
 from megapipe.convert.dcp.folder import CONFIGURATION
 from megapipe.convert.describe import as_configuration
 from megapipe.convert.export import ExportedWeights, class_of_run, write_config
-from megapipe.convert.fresh import atomic_folder
-from megapipe.convert.source import KIND
+from megapipe.convert.weight_source import KIND
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.gpt.hf.config import has_class
 from megapipe.model.gpt.hf.weights import TensorMapping
@@ -37,25 +37,27 @@ def export_dcp(
     names: Names | None = None,
     dtype: Dtype | None = None,
     model_type: str | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write the weights of `checkpoint`, of any layout, to a new folder `output`.
 
-    With `names` hf they are the state dict of the class that expresses the model, the head's too
-    where it is tied, beside the class' ``config.json``; with megapipe our global tensors, beside a
-    ``config.yaml``; by default the former where a class expresses the model.
-    ``torch.distributed.checkpoint.load`` reads either into a state dict of these names, on any
-    number of ranks. The rest is as :func:`~megapipe.convert.export.export` has it.
+    With `names` hf the folder has the state dict of the class that expresses the model (with the
+    head even if it is tied) and the class's ``config.json``; with `names` megapipe it has
+    megapipe's global tensors and a ``config.yaml``. Default: hf if a class expresses the model.
+    ``torch.distributed.checkpoint.load`` reads the folder into a state dict of the same names, on
+    any number of ranks. `dtype` is the type of the weights (default: the model's), `model_type` the
+    class (default: the first that expresses the model). `report` is called with lines of progress.
 
     Raises:
-        ConfigError: the class cannot express the model, or with hf none can.
-        CheckpointError: damage; a value that `dtype` does not hold; `output` exists.
+        ConfigError: the class `model_type` cannot express the model, or with `names` hf no class
+            can.
+        CheckpointError: the checkpoint is damaged, `dtype` cannot hold a value, or `output` exists.
     """
     if names is None:
         named_by_class = model_type is not None or has_class(stored_model(checkpoint.config))
         names = "hf" if named_by_class else "megapipe"
         if not named_by_class:
-            tell("no class of Hugging Face's expresses the model: the names are megapipe's")
+            report("no Hugging Face class can express the model: tensors have megapipe's names")
     if names == "hf":
         row = class_of_run(checkpoint, model_type)
         weights = ExportedWeights.of_class(checkpoint, row, dtype, in_files=False)
@@ -86,21 +88,21 @@ def export_dcp(
             model = weights.model.model_copy(update={"dtype": weights.dtype})
             (folder / CONFIGURATION).write_text(as_configuration(model))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that one process writes, which is meant
+            warnings.simplefilter("ignore")  # that only one process writes: it is intended
             save_state_dict(
                 state,
-                # it holds the tensors of a file until that is closed, so each has its own
+                # the writer holds a file's tensors until it closes it, so each has a file
                 storage_writer=FileSystemWriter(
                     folder, single_file_per_rank=False, per_thread_copy_ahead=0
                 ),
                 planner=_Streaming(values()),
                 no_dist=True,
             )
-    tell(f"{len(named):,} tensors")
+    report(f"{len(named):,} tensors")
 
 
 def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> ExportedWeights:
-    """The global tensors as they are, adapters beside the weights."""
+    """Return the checkpoint's global tensors under megapipe's names; adapters are not merged."""
     model = stored_model(checkpoint.config)
     beside = buffers(model)
     found = [
@@ -116,10 +118,9 @@ def _own(checkpoint: Checkpoint, dtype: Dtype | None) -> ExportedWeights:
 
 
 class _Streaming(DefaultSavePlanner):
-    """Hands out tensors as they are read; the state dict has their shapes alone.
+    """A save planner that reads each tensor when it is written; the state dict has shapes only.
 
-    The writer asks for them in the order of the state dict, one after the other, as long as it
-    copies nothing ahead.
+    The writer must not copy tensors ahead, so that it requests them in the state dict's order.
     """
 
     def __init__(self, values: Iterator[tuple[str, Tensor]]) -> None:
@@ -127,7 +128,7 @@ class _Streaming(DefaultSavePlanner):
         self._values = values
 
     def resolve_data(self, write_item: Any) -> Tensor:
-        """The next tensor."""
+        """Return the next tensor, which must be the requested one."""
         name, tensor = next(self._values)
         assert name == write_item.index.fqn, (name, write_item.index.fqn)
         return tensor.contiguous()

@@ -16,15 +16,15 @@ from megapipe.convert.dcp import METADATA
 from megapipe.convert.dcp.metadata import read_metadata
 from megapipe.convert.tensor_files import DTYPES, StoredTensor, StoredTensors
 from megapipe.errors import CheckpointError
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DcpFiles(StoredTensors):
-    """The tensors of a folder, none of which is held. Make one with :meth:`open`."""
+    """Tensors in a DCP folder; none is kept in memory. Make one with :meth:`open`."""
 
-    rows_at_once = 1 << 40  # all: for some rows the pieces that they are in are read whole
+    rows_at_once = 1 << 40  # all rows: even for a few rows, whole pieces are read
 
     def __init__(self, folder: Path, metadata: Metadata, prefix: str) -> None:
         shards = {
@@ -46,28 +46,29 @@ class DcpFiles(StoredTensors):
             name: [Region(tuple(x.offsets), tuple(x.sizes)) for x in stored.chunks]
             for name, stored in shards.items()
         }
-        self._where = metadata.storage_data
+        self._storage_data = metadata.storage_data
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
 
     @classmethod
     def open(cls, folder: Path, *, prefix: str = "", trust: bool = False) -> DcpFiles:
-        """Read the index; names of tensors are without `prefix`, those that lack it are left out.
+        """Read the index. Tensors with `prefix` get names without the prefix; other tensors are
+        ignored.
 
         Raises:
-            CheckpointError: the index is missing or damaged; with `trust` it may run any code,
-                without it one that would is refused.
+            CheckpointError: the index is missing or damaged, or would run code and is not trusted;
+                with `trust` it may run any code.
         """
         return cls(folder, read_metadata(folder, trust=trust), prefix)
 
     @property
     def files(self) -> list[str]:
-        """Names of the files that are there."""
+        """Names of the files in the folder."""
         return sorted(path.name for path in self.folder.glob("*.distcp"))
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """A new contiguous tensor of the `index` of a tensor (default: all of it). Pieces that it
-        touches are read whole, one at a time."""
+        """Return the slices `index` of a tensor (default: all of it) as a new contiguous tensor.
+        Pieces that overlap with the slices are read whole, one at a time."""
         shape, dtype = self.tensors[name].shape, self.dtype(name)
         parts = (*index, *(slice(None) for _ in shape[len(index) :]))
         spans = [part.indices(n)[:2] for part, n in zip(parts, shape, strict=True)]
@@ -83,27 +84,27 @@ class DcpFiles(StoredTensors):
             self._reader.read_data(LoadPlan([item]), _Into(out)).wait()
         except OSError as error:
             raise CheckpointError(f"cannot read {self.folder / file}: {one_line(error)}") from None
-        except Exception as error:  # whatever a damaged file brings up
+        except Exception as error:  # whatever a damaged file raises
             where = f"{self.folder / file}: tensor {name}"
             raise CheckpointError(f"{where}: {one_line(error)}") from None
 
     def _checked(self, name: str) -> list[tuple[Region, str]]:
-        """The pieces of a tensor, each with its file. Raises CheckpointError unless they are all of
-        it, in files of the folder."""
+        """Return the pieces of a tensor, each with the name of its file. Raises CheckpointError
+        unless the pieces tile the tensor and the files are in the folder."""
         shape, shards = self.tensors[name].shape, self._shards[name]
         if any(not shard.fits(shape) for shard in shards) or first_uncovered(shape, shards):
             raise CheckpointError(
-                f"{self.folder / METADATA}: the pieces of tensor {name} are not all of "
+                f"{self.folder / METADATA}: the pieces of tensor {name} do not cover its shape "
                 f"{list(shape)}"
             )
         found = []
         for shard in shards:
-            at = self._where.get(MetadataIndex(self._prefix + name, shard.offsets))
+            at = self._storage_data.get(MetadataIndex(self._prefix + name, shard.offsets))
             file = getattr(at, "relative_path", None)
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(
-                    f"{self.folder / METADATA}: {file!a}, for tensor {name}, is no file of the "
-                    "folder"
+                    f"{self.folder / METADATA}: {file!a}, for tensor {name}, is not a file of "
+                    "the folder"
                 )
             found.append((shard, file))
         return found
@@ -128,12 +129,12 @@ class DcpFiles(StoredTensors):
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """A load planner that reads everything into one tensor."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()
         self._out = out
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor, whatever is asked for."""
+        """Return the one tensor for any index."""
         return self._out

@@ -1,4 +1,4 @@
-"""A DCP folder of a state dict as a model: by our names, Hugging Face's or torchtitan's."""
+"""A DCP folder of a model's state dict, with megapipe's, Hugging Face's or torchtitan's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.titan import TitanTensors, is_titan
 from megapipe.convert.folder import HuggingFaceFolder, read_model
-from megapipe.convert.source import CONFIG, KIND, WeightSource
 from megapipe.convert.tensor_files import StoredTensors, widest
+from megapipe.convert.weight_source import CONFIG, KIND, WeightSource
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.hf.config import row_of
@@ -27,18 +27,19 @@ _OF_OPTIMIZERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 def open_dcp(
     folder: Path, *, config: Path | None = None, prefix: str = "", trust: bool = False
 ) -> WeightSource:
-    """The model of a DCP folder.
+    """Open the model in a DCP folder.
 
     Args:
-        folder: with a ``.metadata``.
-        config: a folder with a ``config.json`` of Hugging Face's, such a file, or a YAML
-            configuration whose section `model` describes it; default: one of these in `folder`.
-        prefix: beginning of the model's names, where other things were saved beside it. Without
-            it, states of an optimizer and the like are left out by their usual names.
+        folder: a DCP folder, which has a file ``.metadata``.
+        config: a Hugging Face ``config.json`` or the folder with it, or a YAML configuration whose
+            section `model` describes the model; default: such a file in `folder`.
+        prefix: prefix of the names of the model's tensors, if other state was saved too. Without a
+            prefix, states of an optimizer and the like are recognized by their usual names and
+            skipped.
         trust: whether the index, which is pickled, may run code.
 
     Raises:
-        ConfigError: there is no config, or it cannot be expressed.
+        ConfigError: there is no config, or megapipe cannot express it.
         CheckpointError: the index is missing, damaged or not trusted; a tensor is missing,
             unexpected, or of another shape or type.
     """
@@ -47,7 +48,7 @@ def open_dcp(
         del files.tensors[name]
     if not files.tensors:
         beginning = f" that begins with {prefix!a}" if prefix else ""
-        raise CheckpointError(f"{folder}: it has no tensor{beginning}")
+        raise CheckpointError(f"{folder} has no tensor{beginning}")
     found = _config_of(folder, config)
     if found.suffix in (".yaml", ".yml"):
         model = _own_model(found)
@@ -65,7 +66,7 @@ def open_dcp(
 
 
 class NativeTensors:
-    """Tensors by our own names, whole ones. It is a :class:`WeightSource`."""
+    """A :class:`WeightSource` of stored tensors that have megapipe's names and global shapes."""
 
     def __init__(self, path: Path, model: ModelConfig, files: StoredTensors) -> None:
         self.path = path
@@ -76,29 +77,30 @@ class NativeTensors:
         shapes = {name.removeprefix(KIND): shape for name, shape in self._shapes.items()}
         for name in sorted(shapes.keys() | files.tensors.keys()):
             wanted = list(shapes[name]) if name in shapes else "none of that name"
-            there = list(files.tensors[name].shape) if name in files.tensors else "none"
-            if wanted != there:
-                raise CheckpointError(f"{path}: tensor {name} is {there}; the model has {wanted}")
+            found = list(files.tensors[name].shape) if name in files.tensors else "none"
+            if wanted != found:
+                raise CheckpointError(f"{path}: tensor {name} is {found}; the model has {wanted}")
         self._files = files
         self.model = model.model_copy(update={"dtype": widest({files.dtype(n) for n in specs})})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, ``model/...``."""
+        """Return the shapes of all tensors by name, ``model/...``."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """One of them, as a new host tensor. Raises CheckpointError."""
+        """Return a tensor as a new host tensor. Raises CheckpointError."""
         return self._files.read(name.removeprefix(KIND))
 
 
 def _config_of(folder: Path, given: Path | None) -> Path:
-    """The file that describes the model, or a folder with a config.json."""
+    """Return the file that describes the model, or a folder with a ``config.json``."""
     if given is None:
         for name in (CONFIG, CONFIGURATION):
             if (folder / name).is_file():
                 return folder / name
         raise ConfigError(
-            f"{folder} has neither {CONFIG} nor {CONFIGURATION}; say by --config what model it is"
+            f"{folder} has neither {CONFIG} nor {CONFIGURATION}: pass --config to describe "
+            "the model"
         )
     if given.is_dir() or given.name == CONFIG or given.suffix in (".yaml", ".yml"):
         return given
@@ -108,10 +110,12 @@ def _config_of(folder: Path, given: Path | None) -> Path:
 
 
 def _own_model(path: Path) -> ModelConfig:
-    """The resolved model that a YAML configuration describes."""
+    """Return the resolved model that a YAML configuration describes."""
     config = parse([str(path)]).config
     if config is None or config.model.source is not None:
-        raise ConfigError(f"{path}: model.source is set; only the built-in family is read here")
+        raise ConfigError(
+            f"{path}: model.source is set, but this command reads only the built-in family"
+        )
     if config.model.vocab_size is None:
-        raise ConfigError(f"{path}: model.vocab_size is not set; say how many rows there are")
+        raise ConfigError(f"{path}: model.vocab_size is not set: set it to the embedding's rows")
     return config.model.resolved(vocab_size=None, sequence_length=config.train.sequence_length)

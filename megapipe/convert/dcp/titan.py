@@ -1,4 +1,4 @@
-"""torchtitan's Llama, whose names are those of Meta's own files, with Hugging Face's names."""
+"""Maps tensor names of torchtitan's Llama (those of Meta's files) to Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _BUFFER = "freqs_cis"
 
 
 def is_titan(names: Iterable[str]) -> bool:
-    """Whether these are names of torchtitan's Llama."""
+    """Whether `names` are the names of torchtitan's Llama."""
     return EMBEDDING in names
 
 
 class TitanTensors(StoredTensors):
-    """Tensors of torchtitan's Llama by the names of Hugging Face's.
+    """Tensors of torchtitan's Llama under Hugging Face's names.
 
-    It rotates each value of a query or key together with its neighbour, (0, 1), (2, 3), ...; the
-    other turns each in the first half of a head with the one as far into the second half. So rows
-    of these two come in another order.
+    torchtitan rotates neighbouring values of a query or key together, (0, 1), (2, 3), ...; Hugging
+    Face rotates each value in the first half of a head with its counterpart in the second half. So
+    the rows of the weights of queries and keys are reordered.
     """
 
     def __init__(self, inner: StoredTensors, head_dim: int) -> None:
         self._inner = inner
         self._half = head_dim // 2
-        self._given = {_renamed(name): name for name in inner.tensors if name != _BUFFER}
+        self._stored_names = {_renamed(name): name for name in inner.tensors if name != _BUFFER}
         super().__init__(
-            inner.folder, {name: inner.tensors[given] for name, given in self._given.items()}
+            inner.folder,
+            {name: inner.tensors[stored] for name, stored in self._stored_names.items()},
         )
 
     @property
@@ -57,9 +58,9 @@ class TitanTensors(StoredTensors):
         return self._inner.files
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
-        """The `index` of a tensor (default: all of it); rows of whole heads of queries and keys.
-        Raises CheckpointError."""
-        tensor = self._inner.read(self._given[name], index)
+        """Return the slices `index` of a tensor (default: all of it); slices of queries and keys
+        must have whole heads. Raises CheckpointError."""
+        tensor = self._inner.read(self._stored_names[name], index)
         if not _ROTATED.search(name):
             return tensor
         pairs = tensor.unflatten(0, (-1, self._half, 2))  # [heads, head_dim / 2, 2, h]

@@ -1,6 +1,6 @@
-"""Checkpoints of Megatron-LM: weights and arguments of its GPT, in either of its formats.
+"""Megatron-LM checkpoints: weights and arguments of a GPT, in either format of Megatron-LM.
 
-:mod:`~megapipe.convert.megatron.arguments` maps the arguments, :mod:`.names` the names; a
-:mod:`.legacy` folder has a file for each rank, a :mod:`.distributed` one global tensors in torch's
-DCP; :mod:`.folder` is what both are read as.
+:mod:`~megapipe.convert.megatron.arguments` maps the arguments and :mod:`.names` the names. A
+:mod:`.legacy` folder has a file for each rank, a :mod:`.distributed` one has global tensors in
+torch's DCP; :mod:`.folder` reads both.
 """

@@ -1,7 +1,7 @@
-"""Arguments that Megatron-LM stores in a checkpoint as the configuration of a model.
+"""Conversion of the arguments that Megatron-LM stores in a checkpoint to a model configuration.
 
-A value that cannot be expressed here is refused by its name. Arguments that only newer versions
-have mean what leaving them out meant before. No torch.
+A value that megapipe cannot express is an error that names the argument. If an argument is missing
+because an older version lacked it, the older behaviour is assumed. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megapipe.errors import ConfigError
 
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
-_LLAMA3 = {"rotary_original_positions": 8192, "rotary_turns_low": 1.0, "rotary_turns_high": 4.0}
-"""Under ``--use-rope-scaling`` all but the factor is fixed."""
+_LLAMA3 = {"original_positions": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Values that Megatron-LM's ``--use-rope-scaling`` fixes; only the factor can be set."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
@@ -47,14 +47,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_kitchen_attention": (False,),
     "use_mup": (False,),
 }
-"""Arguments that have no key here, with the values by which they change no result."""
+"""Arguments without a key in megapipe, each with the values that do not change the model."""
 
 
 def model_of_args(args: Mapping[str, Any]) -> ModelConfig:
-    """The resolved model of stored arguments, in fp32, with all rows of the padded vocabulary.
+    """Return the resolved model that arguments describe, in fp32, with the padded vocabulary.
 
     Raises:
-        ConfigError: an argument is missing, or a value cannot be expressed here.
+        ConfigError: an argument is missing, or a value cannot be expressed.
     """
     for name, values in _NEUTRAL.items():
         if name in args and args[name] not in values:
@@ -66,24 +66,25 @@ def model_of_args(args: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(
             f"the arguments give model.{first['loc'][0]} = {first['input']!r}: {first['msg']}"
         ) from None
-    except (TypeError, ValueError) as error:  # a window that is no pair, say
-        raise ConfigError(f"the arguments describe no model: {error}") from None
+    except (TypeError, ValueError) as error:  # for example, a window that is not a pair
+        raise ConfigError(f"the arguments do not describe a model: {error}") from None
     return model.resolved(vocab_size=None, sequence_length=0)
 
 
 class _Given:
-    """Stored arguments, by one of several names."""
+    """Stored arguments; an argument may have several names."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._args = args
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these names that is there and has one."""
+        """Return the first value of the arguments `names` that is not None, else `default`."""
         found = (self._args[name] for name in names if self._args.get(name) is not None)
         return next(found, default)
 
     def need(self, *names: str) -> Any:
-        """The same. Raises ConfigError if there is none."""
+        """Return the first value of the arguments `names` that is not None. Raises ConfigError if
+        all are None."""
         value = self.get(*names)
         if value is None:
             raise ConfigError(f"the stored arguments lack {' or '.join(names)}")
@@ -134,7 +135,7 @@ def _norms(given: _Given) -> dict[str, Any]:
     return {
         "norm": _NORMS[kind],
         "norm_eps": given.get("norm_epsilon", "layernorm_epsilon", default=1e-5),
-        "norm_offset": one_plus,
+        "zero_centered_norm": one_plus,
         "bias": biases,
         "qkv_bias": True if given.get("add_qkv_bias", default=False) else None,
         "qk_norm": qk_norm,
@@ -149,10 +150,9 @@ def _positions(given: _Given) -> dict[str, Any]:
         raise _refused("position_embedding_type", kind, " or ".join(_POSITIONS))
     if kind != "rope":
         return {"positions": _POSITIONS[kind]}
-    fields = {
-        "positions": "rotary",
-        "rotary_base": given.get("rotary_base", default=10000),
-        "rotary_share": given.get("rotary_percent", default=1.0),
+    rope = {
+        "base": given.get("rotary_base", default=10000),
+        "percent": given.get("rotary_percent", default=1.0),
     }
     stretched = given.get("rotary_seq_len_interpolation_factor", default=1)
     if given.get("use_rope_scaling", default=False):
@@ -160,10 +160,10 @@ def _positions(given: _Given) -> dict[str, Any]:
             name = "rotary_seq_len_interpolation_factor"
             raise _refused(name, stretched, "None, where use_rope_scaling is True")
         factor = given.get("rope_scaling_factor", default=8.0)
-        fields |= {"rotary_scaling": "llama3", "rotary_factor": factor, **_LLAMA3}
+        rope |= {"scaling": "llama3", "factor": factor, **_LLAMA3}
     elif stretched != 1:
-        fields |= {"rotary_scaling": "linear", "rotary_factor": stretched}
-    return fields
+        rope |= {"scaling": "linear", "factor": stretched}
+    return {"positions": "rotary", "rope": rope}
 
 
 def _attention(given: _Given) -> dict[str, Any]:
@@ -176,21 +176,24 @@ def _attention(given: _Given) -> dict[str, Any]:
     every = given.get("window_attn_skip_freq")
     if isinstance(every, Sequence):
         every = _period(every)
-    return {**fields, "window": before + 1, "full_attention_every": every}
+    return {**fields, "sliding_window": before + 1, "full_attention_every": every}
 
 
 def _period(pattern: Sequence[int]) -> int | None:
-    """How often a layer is without a window, of a list with 1 for each that has one."""
+    """Return n if exactly every n-th layer has full attention, None if no layer has. `pattern` has
+    a number per layer, 0 for full attention."""
     if all(pattern):
         return None
     every = list(pattern).index(0) + 1
     if [int((layer + 1) % every != 0) for layer in range(len(pattern))] != list(pattern):
-        raise _refused("window_attn_skip_freq", list(pattern), "0 at every n-th layer alone")
+        raise _refused(
+            "window_attn_skip_freq", list(pattern), "0 at every n-th layer and only there"
+        )
     return every
 
 
 def _activation(given: _Given) -> str:
-    """GELU is the tanh form where its fused kernel runs, which adds a bias."""
+    """Return the activation. For GELU it is the tanh form if Megatron-LM fuses bias and GELU."""
     if given.get("swiglu", default=False):
         return "swiglu"
     biases = given.get("add_bias_linear", default=True)
@@ -208,4 +211,6 @@ def _dropout(given: _Given) -> float:
 
 
 def _refused(name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"argument {name} = {value!r} cannot be expressed here; it must be {wanted}")
+    return ConfigError(
+        f"argument {name} = {value!r} cannot be expressed in megapipe: expected {wanted}"
+    )

@@ -1,8 +1,9 @@
 """Megatron-LM's distributed format, torch_dist: global tensors in torch's DCP, and ``common.pt``.
 
-Layers are a dimension of one tensor for all of them (``decoder.layers.mlp.linear_fc2.weight``) or
-have tensors of their own (``decoder.layers.0. ...``). A gate and what it multiplies are two shards
-of one tensor, or two tensors whose names end in ``_w`` and ``_v``.
+A weight of all layers is one tensor with a layer dimension
+(``decoder.layers.mlp.linear_fc2.weight``) or a tensor for each layer (``decoder.layers.0. ...``). A
+gate and its up projection are two shards of one tensor, or two tensors whose names end in ``_w``
+and ``_v``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HALVES = ("_w", "_v")
 
 
 class DistributedShards:
-    """Global tensors, by their names with layers numbered from 0; none is held. Make one with
+    """Global tensors by name, with layers numbered from 0; none is kept in memory. Make one with
     :meth:`open`."""
 
     form = "torch_dist"
@@ -37,7 +38,7 @@ class DistributedShards:
         self.args = args
         self.files = files
         self._at: dict[str, list[tuple[str, tuple[slice, ...]]]] = {}
-        """Of each name: the stored tensors that it is made of, and the index in each."""
+        """Names of the stored tensors that each weight consists of, with the slices of each."""
         for name, stored in files.tensors.items():
             if not is_weight(name):
                 continue
@@ -58,37 +59,37 @@ class DistributedShards:
 
     @classmethod
     def open(cls, folder: Path, *, trust: bool) -> DistributedShards:
-        """Read the index and the arguments.
+        """Read the DCP index and the stored arguments.
 
         Raises:
-            CheckpointError: one is missing, damaged or not trusted, or another format.
+            CheckpointError: a file is missing, damaged or not trusted, or has another format.
         """
-        said = read_json(folder / FORMAT).get(_KEY)
-        if said != _ONLY:
-            raise CheckpointError(f"{folder / FORMAT}: {_KEY} is {said!r}; only {_ONLY} is read")
+        backend = read_json(folder / FORMAT).get(_KEY)
+        if backend != _ONLY:
+            raise CheckpointError(f"{folder / FORMAT}: {_KEY} is {backend!r}; only {_ONLY} is read")
         common = load(folder / COMMON, trust=trust)
         args = common.get("args") if isinstance(common, dict) else None
         if not isinstance(args, Namespace):
-            raise CheckpointError(f"{folder / COMMON}: it has no args, which say what model it is")
+            raise CheckpointError(f"{folder / COMMON} has no args, which describe the model")
         return cls(folder, vars(args), DcpFiles.open(folder, trust=trust))
 
     def names(self) -> set[str]:
-        """Names of all weights."""
+        """Return the names of all weights."""
         return set(self._at)
 
     def shapes(self, name: str) -> list[tuple[int, ...]]:
-        """The shape of a tensor of one layer, which is in one part."""
+        """Return the shape of a weight, in a list of one: the format has no tp shards."""
         shapes = [self.files.tensors[each].shape[len(index) :] for each, index in self._at[name]]
         if len(shapes) > 1:
             return [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
         return shapes
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor. Raises CheckpointError for one that is not of weights."""
+        """Return the type of a weight. Raises CheckpointError for a type that cannot be read."""
         return self.files.dtype(self._at[name][0][0])
 
     def parts(self, name: str) -> list[Tensor]:
-        """The tensor of one layer."""
+        """Return a weight, in a list of one tensor: the format has no tp shards."""
         found = [self.files.read(each, index) for each, index in self._at[name]]
         found = [x[0] if index else x for x, (_, index) in zip(found, self._at[name], strict=True)]
         return [torch.cat(found) if len(found) > 1 else found[0]]

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM's GPT, of either format, as a model that is read tensor by tensor."""
+"""A Megatron-LM GPT checkpoint, of either format, as a model that is read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megapipe.convert.megatron.distributed import DistributedShards
 from megapipe.convert.megatron.layout import FORMAT, find_iteration
 from megapipe.convert.megatron.legacy import LegacyShards
 from megapipe.convert.megatron.names import HEAD, spellings
-from megapipe.convert.source import KIND
 from megapipe.convert.tensor_files import widest
+from megapipe.convert.weight_source import KIND
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
@@ -24,32 +24,32 @@ from megapipe.model.partition import StageSpec
 
 
 class Shards(Protocol):
-    """Parts of global tensors, by megatron-core's names with layers numbered from 0."""
+    """Weights as tensor-parallel shards, by megatron-core's names with layers numbered from 0."""
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Arguments of the run."""
+        """Arguments that Megatron-LM has stored."""
 
     @property
     def form(self) -> str:
-        """The format, in words."""
+        """Name of the checkpoint's format."""
 
     def names(self) -> set[str]:
-        """Names of all weights."""
+        """Return the names of all weights."""
 
     def shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Shapes of the parts of a tensor, one for each tensor-parallel rank."""
+        """Return the shapes of a weight's shards, one for each tensor-parallel rank."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor. Raises CheckpointError for one that is not of weights."""
+        """Return the type of a weight. Raises CheckpointError for a type that cannot be read."""
 
     def parts(self, name: str) -> list[Tensor]:
-        """The parts. Raises CheckpointError."""
+        """Return the shards of a weight. Raises CheckpointError."""
 
 
 class MegatronFolder:
-    """Arguments and weights; of the weights only names, shapes and types are held. It is a
-    :class:`~megapipe.convert.source.WeightSource`. Make one with :meth:`open`."""
+    """Arguments and weights of a model; only names, shapes and types of the weights are in memory.
+    It is a :class:`~megapipe.convert.weight_source.WeightSource`. Make one with :meth:`open`."""
 
     def __init__(self, path: Path, shards: Shards, vocab_size: int | None) -> None:
         self.path = path
@@ -58,16 +58,16 @@ class MegatronFolder:
         rows = known(padded.vocab_size)
         if vocab_size is not None and not 2 <= vocab_size <= rows:
             raise ConfigError(
-                f"--vocab-size {vocab_size}: expected 2 to {rows}, the rows there are"
+                f"--vocab-size {vocab_size}: expected 2 to {rows}, the embedding's rows"
             )
         self._gated = padded.gated
         self._specs = _specs(padded)
-        self._given = self._match(shards.names(), padded.tied_embeddings)
+        self._stored_names = self._match(shards.names(), padded.tied_embeddings)
         model = padded.model_copy(update={"vocab_size": vocab_size or rows})
         self._shapes = {f"{KIND}{name}": spec.shape for name, spec in _specs(model).items()}
-        dtype = widest({shards.dtype(given) for given in self._given.values()})
+        dtype = widest({shards.dtype(stored_name) for stored_name in self._stored_names.values()})
         self.model = model.model_copy(update={"dtype": dtype})
-        """The resolved model, in the type that holds all tensors without loss."""
+        """Resolved model, with a type that holds the values of all tensors without loss."""
 
     @classmethod
     def open(
@@ -76,14 +76,14 @@ class MegatronFolder:
         """Read arguments and headers, and compare names and shapes of all tensors with the model's.
 
         Args:
-            path: an iteration's folder, or one with several, whose latest is taken.
-            vocab_size: rows of the vocabulary to keep; default: all, with the padding.
+            path: folder of an iteration, or a folder of several; then the latest one is read.
+            vocab_size: number of rows of the embedding to keep; default: all, with the padding.
             trust: whether pickled files may run any code.
 
         Raises:
-            ConfigError: an argument that cannot be expressed here.
-            CheckpointError: a file is missing, damaged, or needs trust that it does not have; a
-                tensor is missing, unexpected, or of another shape or type.
+            ConfigError: megapipe cannot express an argument.
+            CheckpointError: a file is missing, damaged, or runs code and is not trusted; a tensor
+                is missing, unexpected, or of another shape or type.
         """
         folder = find_iteration(path)
         legacy = not (folder / FORMAT).exists()
@@ -95,18 +95,21 @@ class MegatronFolder:
             raise ConfigError(f"{folder}: {error}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global tensors by the names of checkpoints, ``model/...``."""
+        """Return the shapes of the global tensors by their names in checkpoints, ``model/...``."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """A global tensor, as a new host tensor. Raises CheckpointError."""
-        spec, given = self._specs[name.removeprefix(KIND)], self._given[name.removeprefix(KIND)]
-        parts = self.shards.parts(given)
+        """Return a global tensor, as a new host tensor. Raises CheckpointError."""
+        spec, stored_name = (
+            self._specs[name.removeprefix(KIND)],
+            self._stored_names[name.removeprefix(KIND)],
+        )
+        parts = self.shards.parts(stored_name)
         if spec.split_dim is None:
             if any(not torch.equal(part, parts[0]) for part in parts[1:]):
                 raise CheckpointError(
-                    f"{self.path}: tensor {given} differs between tensor-parallel ranks, which "
-                    "each hold all of it"
+                    f"{self.path}: tensor {stored_name} differs between tensor-parallel ranks, "
+                    "which must have equal copies"
                 )
             return parts[0].clone()
         local = _local(spec, len(parts))
@@ -115,18 +118,18 @@ class MegatronFolder:
         return joined if rows == len(joined) else joined[:rows].clone()
 
     def _match(self, names: set[str], tied: bool) -> dict[str, str]:
-        """Their name of each of our tensors."""
+        """Return Megatron-LM's name for each of megapipe's tensors."""
         found = {}
         for name, spec in self._specs.items():
-            there = [given for given in spellings(name) if given in names]
-            if not there:
+            present = [stored_name for stored_name in spellings(name) if stored_name in names]
+            if not present:
                 raise CheckpointError(
                     f"{self.path}: tensor {next(spellings(name))} is missing, which the stored "
                     "arguments ask for"
                 )
-            found[name] = there[0]
-            names.discard(there[0])
-            self._check_shape(there[0], spec, gated=self._gated and ".mlp.up." in name)
+            found[name] = present[0]
+            names.discard(present[0])
+            self._check_shape(present[0], spec, gated=self._gated and ".mlp.up." in name)
         if tied and HEAD in names:
             names.discard(HEAD)
             same = map(torch.equal, *map(self.shards.parts, (HEAD, found[WORD_EMBEDDING])))
@@ -142,17 +145,17 @@ class MegatronFolder:
             )
         return found
 
-    def _check_shape(self, given: str, spec: ParameterSpec, *, gated: bool) -> None:
-        shapes = self.shards.shapes(given)
+    def _check_shape(self, stored_name: str, spec: ParameterSpec, *, gated: bool) -> None:
+        shapes = self.shards.shapes(stored_name)
         wanted = _local(spec, len(shapes))
-        if gated:  # a gate and what it multiplies, one after the other
+        if gated:  # the gate and the up projection, one after the other
             wanted = (wanted[0] * wanted[1], *wanted[2:])
         for rank, shape in enumerate(shapes):
             if shape != wanted:
-                where = f" of tensor-parallel rank {rank}" if len(shapes) > 1 else ""
+                of_rank = f" of tensor-parallel rank {rank}" if len(shapes) > 1 else ""
                 raise CheckpointError(
-                    f"{self.path}: tensor {given}{where} has shape {list(shape)}; the stored "
-                    f"arguments ask for {list(wanted)}"
+                    f"{self.path}: tensor {stored_name}{of_rank} has shape {list(shape)}; the "
+                    f"stored arguments ask for {list(wanted)}"
                 )
 
 
@@ -162,6 +165,6 @@ def _specs(model: ModelConfig) -> dict[str, ParameterSpec]:
 
 
 def _local(spec: ParameterSpec, tp: int) -> tuple[int, ...]:
-    """The shape of one of `tp` equal parts."""
+    """Return the shape of one of `tp` equal shards of a tensor."""
     dim = spec.split_dim
     return tuple(n // tp if i == dim else n for i, n in enumerate(spec.shape))

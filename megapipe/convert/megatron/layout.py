@@ -9,26 +9,26 @@ from megapipe.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "metadata.json"
-"""A file that an iteration of the distributed format has."""
+"""Name of a file that every iteration in the distributed format has."""
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-"""A folder that one of the older format has for each rank: of tp, pp and ep."""
+"""Pattern of the folder of a rank in the older format, with the tp, pp and ep index."""
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def find_iteration(path: Path) -> Path:
-    """The folder of an iteration: `path`, or of those in it the one that the tracker names, else
-    the newest. Raises CheckpointError if there is none."""
+    """Return the folder of an iteration: `path` itself, else the subfolder that the tracker file
+    names, else the newest subfolder. Raises CheckpointError if there is none."""
     if _is_iteration(path):
         return path
     try:
-        said = (path / TRACKER).read_text(encoding="utf-8").strip()
+        latest = (path / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        said = ""
-    if said:
-        name = f"iter_{int(said):07d}" if said.isdecimal() else said
+        latest = ""
+    if latest:
+        name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
         if name != _RELEASE and not _ITERATION.fullmatch(name):
-            raise CheckpointError(f"{path / TRACKER}: {said!a} is no iteration")
+            raise CheckpointError(f"{path / TRACKER}: {latest!a} is not an iteration")
         if not _is_iteration(path / name):
             raise CheckpointError(f"{path / TRACKER} names {name}, which has no checkpoint")
         return path / name
@@ -39,14 +39,14 @@ def find_iteration(path: Path) -> Path:
     ]
     if not found:
         raise CheckpointError(
-            f"{path}: no checkpoint of Megatron-LM; expected iter_... folders with {FORMAT} or "
-            "mp_rank_... in them, or one of these"
+            f"{path} is not a Megatron-LM checkpoint: expected a folder with iter_... "
+            f"folders, or one of these, with {FORMAT} or mp_rank_... in it"
         )
     return max(found)[1]
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder looks like one of Megatron-LM's."""
+    """Whether a folder looks like a Megatron-LM checkpoint."""
     if (path / TRACKER).is_file() or _is_iteration(path):
         return True
     return path.is_dir() and any(_ITERATION.fullmatch(each.name) for each in path.iterdir())

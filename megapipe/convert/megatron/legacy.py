@@ -1,8 +1,8 @@
 """Megatron-LM's older format: a file for each tensor- and pipeline-parallel rank.
 
-A file is a pickled dictionary: ``args``; ``model``, a state dict of what the rank holds, or with
-virtual stages ``model0``, ``model1``, ...; and what is not read here. A stage counts its layers
-from 0.
+A file is a pickled dictionary. It has ``args`` and ``model``, a state dict of the rank's weights
+(with virtual stages ``model0``, ``model1``, ...). Other entries are ignored. Layers are numbered
+from 0 in each stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapipe.convert.megatron.names import LAYERS, is_weight
 from megapipe.convert.pickles import load
 from megapipe.convert.tensor_files import DTYPES
 from megapipe.errors import CheckpointError
-from megapipe.words import count_noun
+from megapipe.text import count_noun
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OLDEST_VERSION = 3.0
@@ -30,8 +30,8 @@ State = Mapping[str, Tensor]
 
 
 class LegacyShards:
-    """Parts of global tensors, by their names with layers numbered over all stages; mapped from the
-    files. Make one with :meth:`open`."""
+    """Weights by name, as tensor-parallel shards; layers are numbered over all stages. The files
+    are memory-mapped. Make one with :meth:`open`."""
 
     def __init__(self, folder: Path, args: dict[str, Any], stages: list[list[State]]) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class LegacyShards:
         """Map the files of all ranks.
 
         Raises:
-            CheckpointError: one is missing, damaged, not trusted, or of another model.
+            CheckpointError: a file is missing, damaged, not trusted, or of another model.
         """
         paths = _paths(folder)
         pp = max(stage for _, stage in paths) + 1
@@ -55,15 +55,15 @@ class LegacyShards:
         files = {at: _content(path, trust) for at, path in sorted(paths.items())}
         args = files[0, 0]["args"]
         for name, found in (("tensor", tp), ("pipeline", pp)):
-            said = args.get(f"{name}_model_parallel_size")
-            if said is not None and said != found:
+            stated = args.get(f"{name}_model_parallel_size")
+            if stated is not None and stated != found:
                 raise CheckpointError(
-                    f"{folder} has files of {found} {name}-parallel ranks, args say {said}"
+                    f"{folder} has files of {found} {name}-parallel ranks, args say {stated}"
                 )
         keys = [key for key in files[0, 0] if re.fullmatch(r"model\d*", key)]
         for at, content in files.items():
             if [key for key in content if re.fullmatch(r"model\d*", key)] != keys:
-                raise CheckpointError(f"{paths[at]} has not the virtual stages of rank 0: {keys}")
+                raise CheckpointError(f"{paths[at]} lacks virtual stages that rank 0 has: {keys}")
         stages = [
             [files[rank, stage][key] for rank in range(tp)]
             for key in sorted(keys, key=lambda key: int(key[5:] or 0))
@@ -72,15 +72,15 @@ class LegacyShards:
         return cls(folder, args, stages)
 
     def names(self) -> set[str]:
-        """Names of all weights."""
+        """Return the names of all weights."""
         return set(self._parts)
 
     def shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Shapes of the parts of a tensor."""
+        """Return the shapes of a weight's shards."""
         return [tuple(part.shape) for part in self._parts[name]]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor. Raises CheckpointError for one that is not of weights."""
+        """Return the type of a weight. Raises CheckpointError for a type that cannot be read."""
         dtypes = {part.dtype for part in self._parts[name]}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
             found = ", ".join(sorted(map(str, dtypes)))
@@ -90,11 +90,12 @@ class LegacyShards:
         return dtypes.pop()
 
     def parts(self, name: str) -> list[Tensor]:
-        """The part of a tensor that each tensor-parallel rank holds."""
+        """Return the shards of a weight, one for each tensor-parallel rank."""
         return [part.detach() for part in self._parts[name]]
 
     def _add(self, ranks: list[State], first: int) -> int:
-        """Take in a stage whose layers are those from `first` on; how many it has."""
+        """Add a stage whose first layer has index `first` in the model; return its number of
+        layers."""
         names = [sorted(filter(is_weight, state)) for state in ranks]
         for rank, own in enumerate(names):
             if own != names[0]:
@@ -110,7 +111,7 @@ class LegacyShards:
                 number, _, rest = name.removeprefix(LAYERS).partition(".")
                 if not number.isdigit():
                     raise CheckpointError(
-                        f"{self.folder}: {name} is no name of megatron-core's GPT"
+                        f"{self.folder}: {name} is not a name of megatron-core's GPT"
                     )
                 numbers.add(int(number))
                 full = f"{LAYERS}{first + int(number)}.{rest}"
@@ -123,14 +124,16 @@ class LegacyShards:
 
 
 def _paths(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each (tensor-parallel rank, pipeline rank)."""
+    """Return the file of each pair (tensor-parallel rank, pipeline rank)."""
     found = {}
     for path in folder.iterdir():
         match = RANK.fullmatch(path.name)
         if match is None:
             continue
         if match[3] is not None:
-            raise CheckpointError(f"{path}: files of expert-parallel ranks are not read here")
+            raise CheckpointError(
+                f"{path} is a file of an expert-parallel rank, which megapipe does not read"
+            )
         file = next((path / name for name in _FILES if (path / name).is_file()), path / _FILES[0])
         found[int(match[1]), int(match[2] or 0)] = file
     tp, pp = (max(at) + 1 for at in zip(*found, strict=True))
@@ -144,18 +147,19 @@ def _paths(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _content(path: Path, trust: bool) -> dict[str, Any]:
-    """A file's dictionary, with `args` as one. Raises CheckpointError for another form."""
+    """Return the dictionary in a file, with `args` as a dictionary. Raises CheckpointError for
+    other content."""
     content = load(path, trust=trust)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dictionary with args and model")
     args = content.get("args")
     if not isinstance(args, Namespace):
-        raise CheckpointError(f"{path}: it has no args, which say what model it is")
+        raise CheckpointError(f"{path} has no args, which describe the model")
     version = content.get("checkpoint_version", _OLDEST_VERSION)
     if not isinstance(version, int | float) or version < _OLDEST_VERSION:
         raise CheckpointError(
-            f"{path}: checkpoint_version {version}, expected {_OLDEST_VERSION:g}; older ones have "
-            "queries, keys and values in another order"
+            f"{path}: checkpoint_version {version}, expected {_OLDEST_VERSION:g}: older "
+            "versions store queries, keys and values in another order"
         )
     models = {key: state for key, state in content.items() if re.fullmatch(r"model\d*", key)}
     if not models:
@@ -163,12 +167,12 @@ def _content(path: Path, trust: bool) -> dict[str, Any]:
     for key, state in models.items():
         if isinstance(state, dict) and "language_model" in state:
             raise CheckpointError(
-                f"{path}: {key} is of Megatron-LM's classes before megatron-core; "
-                "its tools/checkpoint/convert.py makes one of megatron-core"
+                f"{path}: {key} is of Megatron-LM's classes before megatron-core: convert it "
+                "with Megatron-LM's tools/checkpoint/convert.py"
             )
         if not isinstance(state, dict) or not all(
             isinstance(name, str) and (isinstance(value, Tensor) or not is_weight(name))
             for name, value in state.items()
         ):
-            raise CheckpointError(f"{path}: {key} is no state dict of tensors")
+            raise CheckpointError(f"{path}: {key} is not a state dict of tensors")
     return {**models, "args": vars(args)}

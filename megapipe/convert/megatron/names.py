@@ -1,5 +1,8 @@
-"""Names of megatron-core's GPT, by ours. Both arrange values alike: queries, keys and values by
-group, a gate and what it multiplies one after the other. No torch."""
+"""Names of megatron-core's GPT for megapipe's tensors. Needs no torch.
+
+megatron-core and megapipe store the values of a tensor in the same order: queries, keys and values
+by group, a gate and its up projection one after the other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _OUTER = {
     "head": ("output_layer.",),
 }
 _INNER = {
-    # of layers by themselves; of Transformer Engine's, which hold the norm before them
+    # of separate layers; of Transformer Engine's layers, which contain the norm
     "attention_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     "attention.qkv": ("self_attention.linear_qkv.",),
     "attention.q_norm": ("self_attention.q_layernorm.",),
@@ -33,13 +36,13 @@ _NO_WEIGHT = re.compile(
 
 
 def is_weight(name: str) -> bool:
-    """Whether a tensor is of the model's weights: no state of an optimizer, of random numbers or of
-    Transformer Engine, no buffer."""
+    """Whether a tensor is a weight of the model, and not a buffer or a state of an optimizer, of a
+    random generator or of Transformer Engine."""
     return not _NO_WEIGHT.search(name)
 
 
 def spellings(name: str) -> Iterator[str]:
-    """Their names for a global tensor of ours; layers are numbered from 0 over all stages."""
+    """Yield megatron-core's possible names of a global tensor; layers count over all stages."""
     module, _, kind = name.rpartition(".")
     if not module.startswith("layers."):
         yield from (f"{theirs}{kind}" for theirs in _OUTER[module])

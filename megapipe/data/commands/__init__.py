@@ -16,15 +16,17 @@ COMMANDS = {
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="Data ahead of a run: texts to token files, and token files to others.",
-        epilog="%(prog)s COMMAND --help tells what it takes. Options alone are those of tokenize.",
+        description="Prepare data before a run: tokenize texts, and inspect, verify, merge and "
+        "split token files.",
+        epilog="%(prog)s COMMAND --help explains a command. Without a command, tokenize is "
+        "assumed.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command; returns the exit code of the process."""
     options_alone = not argv or (argv[0].startswith("-") and argv[0] not in ("--help", "-h"))
     return run_command(parser(), ["tokenize", *argv] if options_alone else argv)

@@ -1,4 +1,4 @@
-"""Options that commands share: the keys of `data`, and what follows from them."""
+"""Command-line options that data commands share: each one sets a configuration key of `data`."""
 
 import argparse
 import typing
@@ -12,16 +12,16 @@ from megapipe.config.data import DataConfig
 from megapipe.config.keys import expected, few_values
 from megapipe.config.section import documentation
 from megapipe.config.unused_keys import check_effects, refuse_unused
-from megapipe.data.given import is_token_file
 from megapipe.data.row_keys import check_fields, unread_keys
+from megapipe.data.token_file_corpus import is_token_file
 from megapipe.errors import ConfigError
 from megapipe.util.user_code import is_source
 
-OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "workers")
+OF_A_CORPUS = ("source", "subset", "dataset_split", "text_field", "tokenizer_workers")
 
 
 def add_keys(parser: Parser, *names: str) -> None:
-    """Add options for keys of `data`."""
+    """Add an option to `parser` for each of these configuration keys of `data`."""
     for name in names:
         field = DataConfig.model_fields[name]
         kinds = {field.annotation, *typing.get_args(field.annotation)}
@@ -36,7 +36,7 @@ def add_keys(parser: Parser, *names: str) -> None:
 
 
 def data_config(given: argparse.Namespace) -> DataConfig:
-    """The keys of `data` that the options set. Raises :class:`ConfigError`."""
+    """Return the section `data` with the keys that the options set. Raises :class:`ConfigError`."""
     values = {name: value for name, value in vars(given).items() if name in DataConfig.model_fields}
     try:
         config = DataConfig(**values)
@@ -47,13 +47,13 @@ def data_config(given: argparse.Namespace) -> DataConfig:
         raise ConfigError(f"{_option(key)} {first['input']}: expected {words}") from None
     if is_source(config.source):
         raise ConfigError(
-            f"--source {config.source}: a data set of your own has token ids already, and there is "
+            f"--source {config.source}: a user data set already has token ids: there is "
             "nothing to prepare"
         )
     if is_token_file(config.source):
         raise ConfigError(
-            f"--source {config.source}: a token file has token ids already, and there is nothing "
-            "to prepare; inspect, verify, merge and split are for such files"
+            f"--source {config.source}: a token file already has token ids: there is nothing "
+            "to prepare; use inspect, verify, merge or split for it"
         )
     check_effects(SimpleNamespace(data=config), "data")
     check_fields(config)

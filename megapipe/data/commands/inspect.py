@@ -1,4 +1,4 @@
-"""Shows what is in a token file: sizes, lengths of its documents, and the first of them.
+"""Shows the content of a token file: sizes, lengths of documents, and the first documents.
 
 example: prepare_data.py inspect data/train --tokenizer ./tokenizer --documents 3
 """
@@ -15,17 +15,17 @@ from megapipe.data.tokens import TokenFile
 from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
-PURPOSE = "what is in a token file"
+PURPOSE = "show what a token file contains"
 _WIDTH = 50
 _SHOWN_TOKENS = 60
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("prefix", type=Path, metavar="PREFIX", help="file to look at")
+    parser.add_argument("prefix", type=Path, metavar="PREFIX", help="the token file")
     parser.add_argument("--tokenizer", metavar="NAME", help="show texts, not ids")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="document to begin with")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first document to show")
     parser.add_argument(
         "--documents", type=int, default=2, metavar="N", help="documents to show (default: 2)"
     )
@@ -62,8 +62,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def lengths(file: TokenFile) -> tuple[int, int, npt.NDArray[np.int64]]:
-    """Tokens of the shortest and of the longest document, and how many documents have none, 1, 2 to
-    3, 4 to 7 and so on."""
+    """Return the number of tokens of the shortest and the longest document, and a histogram: the
+    number of documents with 0, 1, 2 to 3, 4 to 7 tokens, and so on."""
     counts = np.zeros(65, np.int64)
     shortest, longest = 2**63, 0
     for found in file.document_lengths():
@@ -74,7 +74,8 @@ def lengths(file: TokenFile) -> tuple[int, int, npt.NDArray[np.int64]]:
 
 
 def histogram(counts: npt.NDArray[np.int64]) -> list[str]:
-    """A bar for each power of two, from the first with documents to the last."""
+    """Return the lines of a bar chart of `counts` (see :func:`lengths`): one line for each power of
+    two, from the lowest to the highest that has documents."""
     (filled,) = counts.nonzero()
     lines = []
     for exponent in range(filled[0], filled[-1] + 1):

@@ -11,12 +11,12 @@ import numpy as np
 from megapipe.command_line import Parser
 from megapipe.data.prepare.progress import meter
 from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.atomic_files import fresh
 from megapipe.data.tokens.format import without_suffix
-from megapipe.data.tokens.fresh import fresh
 from megapipe.data.tokens.join import copy, documents
 from megapipe.data.tokens.verify import verify
 
-PURPOSE = "token files to one"
+PURPOSE = "join token files into one"
 
 
 def add(parser: Parser) -> None:

@@ -1,6 +1,6 @@
 """Divides a token file: the first documents into one file, the next into another, and so on.
 
-A share is any number; what counts is its part of their sum. Documents are not shuffled first.
+A share is any positive number, relative to the sum of all shares. Documents are not shuffled first.
 
 example: prepare_data.py split data/all data/train=98 data/validation=2
 """
@@ -14,19 +14,22 @@ import numpy.typing as npt
 
 from megapipe.command_line import Parser
 from megapipe.data.tokens import TokenFile, TokenWriter
+from megapipe.data.tokens.atomic_files import fresh, refuse_existing
 from megapipe.data.tokens.format import without_suffix
-from megapipe.data.tokens.fresh import fresh, refuse_existing
 from megapipe.data.tokens.join import DocumentFilter, join
 from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError, DataError
 
-PURPOSE = "a token file to several"
+PURPOSE = "divide a token file into several"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument("prefix", type=Path, metavar="PREFIX", help="file to divide")
     parser.add_argument(
-        "outputs", nargs="+", metavar="OUTPUT=SHARE", help="prefix of a new file, and its share"
+        "outputs",
+        nargs="+",
+        metavar="OUTPUT=SHARE",
+        help="prefix of a new file, and its share of the documents",
     )
 
 
@@ -38,7 +41,7 @@ def run(given: argparse.Namespace) -> None:
         raise ConfigError("the sum of the shares is too large: expected shares such as 98 and 2")
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{name} is given twice: expected another name for each part")
+            raise ConfigError(f"{name} is given twice: expected different names")
         refuse_existing(name)
     file = TokenFile(prefix)
     verify(file)
@@ -53,7 +56,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def boundaries(shares: list[float], documents: int) -> list[int]:
-    """The first document of each share, and the number of all at the end, as Megatron-LM rounds."""
+    """Return the index of each share's first document, and at the end the number of documents.
+    Indices are rounded as in Megatron-LM."""
     total = math.fsum(shares)
     ends = [math.fsum(shares[: i + 1]) / total for i in range(len(shares))]
     return [0, *(round(end * documents) for end in ends[:-1]), documents]

@@ -1,10 +1,10 @@
-"""Tokenizes a corpus, in as many processes as there are cores; a second start goes on where one was
-stopped. The options are the keys of `data` in a run's configuration.
+"""Tokenizes a corpus with one process per core; after an interruption the same command continues.
+The options are the keys of `data` in a run's configuration.
 
-Without --output this is what training would do itself at its start: with the same values the run
-finds the corpus in the cache. With it, all documents go into PREFIX.bin and PREFIX.idx, in the
-format of Megatron-LM; a run takes them as data.source=PREFIX. Examples of --samples supervised go
-into the cache.
+Without --output the command does what training would do at its start: a run with the same values
+finds the corpus in the cache. With --output, all documents are written to PREFIX.bin and
+PREFIX.idx, in the format of Megatron-LM; a run reads them with data.source=PREFIX. With
+--sample-format supervised, the tokenized examples are always written to the cache.
 
 example: prepare_data.py --source 'texts/*.jsonl.zst' --tokenizer ./tokenizer --output data/texts
 """
@@ -27,27 +27,29 @@ from megapipe.data.supervised import prepare_examples
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.data.tokens.format import without_suffix
 from megapipe.errors import ConfigError
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 VALIDATION_FRACTION = DataConfig.model_fields["validation_fraction"].default
-PURPOSE = "a corpus to token ids"
+PURPOSE = "tokenize a corpus"
 
 
 def add(parser: Parser) -> None:
     add_keys(parser, *OF_A_CORPUS, "tokenizer")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="write PREFIX.bin and .idx")
-    add_keys(parser, "cache", "validation_fraction", "samples", *keys_with(DataConfig, EXAMPLES))
+    add_keys(
+        parser, "cache", "validation_fraction", "sample_format", *keys_with(DataConfig, EXAMPLES)
+    )
 
 
 def run(given: argparse.Namespace) -> None:
     config = _config(given)
-    examples = config.samples == "supervised"
+    examples = config.sample_format == "supervised"
     start = time.perf_counter()
     tokenizer = load_tokenizer(config.tokenizer)
     if given.output is not None:
         output = without_suffix(given.output)
         made = prepare_file(config, tokenizer, output)
-        where, entropy = f"{output}.bin, {output}.idx", made.entropy
+        written_to, entropy = f"{output}.bin, {output}.idx", made.entropy
         rows = made.rows
         sides = {"all": made.sizes}
     else:
@@ -56,33 +58,34 @@ def run(given: argparse.Namespace) -> None:
         else:
             prepared = prepare(config, tokenizer)
         meta = prepared.meta
-        where, entropy = str(prepared.folder), prepared.entropy
+        written_to, entropy = str(prepared.folder), prepared.entropy
         rows = meta.rows
         sides = {"train": meta.train}
         if meta.validation is not None:
             sides["validation"] = meta.validation
-    print(f"{where} ({time.perf_counter() - start:.1f} s)")
+    print(f"{written_to} ({time.perf_counter() - start:.1f} s)")
     for name, sizes in sides.items():
         print_folded(f"{name:10}  {_line_of_examples(sizes) if examples else _line(sizes)}")
-    if not examples:  # of all tokens, it says nothing of those that are labels
+    if not examples:  # the entropy of all tokens says nothing about the labels
         print_folded(f"{'entropy':10}  {entropy:.4f} nats per token (unigram)")
     for line in rows.lines(config.source, config.text_field):
         print_folded(line)
 
 
 def _config(given: argparse.Namespace) -> DataConfig:
-    """The keys that the options set, with files on this machine. Raises :class:`ConfigError` for
-    options that do not go together."""
+    """Return the section `data` that the options set, after copying a remote source into the cache.
+    Raises :class:`ConfigError` for options that exclude each other."""
     config = data_config(given)
-    examples = config.samples == "supervised"
+    examples = config.sample_format == "supervised"
     if given.output is not None and config.validation_fraction != VALIDATION_FRACTION:
         raise ConfigError(
-            "--validation-fraction is for the cache: a file of --output has all documents"
+            "--validation-fraction works only with the cache: --output writes all documents "
+            "into one file"
         )
     if given.output is not None and examples:
         raise ConfigError(
-            "--samples supervised is for the cache: a file of --output cannot tell what counts in "
-            "the loss"
+            "--sample-format supervised works only with the cache: an --output file cannot "
+            "store the loss mask"
         )
     if examples and is_standard_library(config.source):
         raise no_rows("--source", config.source)

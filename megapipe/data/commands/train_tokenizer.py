@@ -1,6 +1,6 @@
-"""Trains a tokenizer on a corpus: byte-level BPE, as GPT-2's, which takes every text.
+"""Trains a tokenizer on a corpus: byte-level BPE like GPT-2's, which can encode every text.
 
-What is written loads as data.tokenizer=FOLDER, and with transformers' AutoTokenizer.
+The result loads as data.tokenizer=FOLDER, and with transformers' AutoTokenizer.
 
 example: prepare_data.py tokenizer --source texts --vocab-size 32000 --output ./tokenizer
 """
@@ -14,26 +14,32 @@ from megapipe.config.data import DataConfig
 from megapipe.data.commands.arguments import add_keys, data_config
 from megapipe.data.corpus import pieces
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.prepare.remote_cache import check_contents
 from megapipe.data.remote import fetched
 from megapipe.data.tokenizer.hugging_face import END_TOKENS
 from megapipe.errors import ConfigError, DataError
 from megapipe.util.paths import exists
 
-PURPOSE = "a corpus to a tokenizer of its own"
+PURPOSE = "train a tokenizer on a corpus"
 _BYTES = 256
 _MOST = 2**22
 
 
 def add(parser: Parser) -> None:
     add_keys(parser, "source", "subset", "dataset_split", "text_field", "cache")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids, all told")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="size of the vocabulary, with the 256 bytes and the end mark",
+    )
     parser.add_argument(
         "--max-bytes",
         type=int,
         metavar="N",
-        help="read no more of the corpus than its first N bytes of text (default: all of it)",
+        help="read only the first N bytes of text (default: the whole corpus)",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
@@ -77,14 +83,15 @@ def run(given: argparse.Namespace) -> None:
         wrapped.save_pretrained(given.output)
     except OSError as error:
         raise DataError(f"{given.output}: {error.strerror or error}") from error
-    short = "" if learned == given.vocab_size else " (the corpus has no more than that to learn)"
+    short = "" if learned == given.vocab_size else " (the corpus is too small for more)"
     print(f"{given.output}: {learned:,} ids, end of documents {end}{short}")
     for line in count.lines(config.source, config.text_field):
         print(line)
 
 
 def _texts(config: DataConfig, most: int | None, count: RowCount, shown: Meter) -> Iterator[str]:
-    """Yield the texts of a corpus, up to `most` bytes, and count its rows."""
+    """Yield the texts of a corpus until they have `most` bytes in total (None: all), and count the
+    corpus's rows in `count`."""
     read = 0
     for piece in pieces(config, count):
         nbytes = len(piece.text.encode())

@@ -1,7 +1,7 @@
-"""Reads all of some token files: every sequence where it should be, every id in the vocabulary,
-every block as its checksum says, in a cache folder.
+"""Reads token files in full and checks that every sequence starts where the previous one ends,
+every id is in the vocabulary and, in a cache folder, every block matches its checksum.
 
-Training looks at sizes alone when it starts, and at the ids and the blocks of each batch.
+Training checks only the sizes at its start, and later the ids and blocks of each batch.
 
 example: prepare_data.py verify data/train data/validation --tokenizer ./tokenizer
 """
@@ -17,7 +17,7 @@ from megapipe.data.tokens.format import without_suffix
 from megapipe.data.tokens.verify import verify
 from megapipe.errors import ConfigError
 
-PURPOSE = "read all of token files"
+PURPOSE = "read every byte of token files and check them"
 
 
 def add(parser: Parser) -> None:
@@ -36,4 +36,4 @@ def run(given: argparse.Namespace) -> None:
         file = TokenFile(prefix)
         with meter(f"reading {prefix}", file.tokens.nbytes) as shown:
             verify(file, vocab_size, shown.advance)
-        print(f"{prefix}: sound, {len(file):,} documents, {len(file.tokens):,} tokens")
+        print(f"{prefix}: intact, {len(file):,} documents, {len(file.tokens):,} tokens")

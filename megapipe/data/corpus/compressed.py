@@ -1,4 +1,4 @@
-"""Files opened by their suffix: as they are, or through gzip, xz or zstd."""
+"""Opening of plain files, and of files compressed with gzip, xz or zstd, by their suffix."""
 
 import gzip
 import io
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from megapipe.errors import DataError
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 SUFFIXES = (".gz", ".xz", ".zst")
 
 
 class Opened(NamedTuple):
-    """A file being read."""
+    """A file that is open for reading."""
 
     content: IO[bytes]
-    """Its content, unpacked."""
+    """Decompressed content."""
     raw: IO[bytes]
-    """The file itself; its position tells how far the reader is."""
+    """The file itself; its position is the number of bytes read so far."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -29,16 +29,17 @@ def is_compressed(path: Path) -> bool:
 
 
 def inner_suffix(path: Path) -> str:
-    """Suffix, in lower case, of what a file holds: ``.jsonl`` of a ``.jsonl.gz``."""
+    """Return a file's lower-case suffix without compression: ``.jsonl`` for ``x.jsonl.gz``."""
     return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Opened]:
-    """The content of a file. Whatever reading raises inside comes out as a DataError that names it.
+    """Open a file and decompress it if need be. An error while the file is read becomes a DataError
+    that names the file.
 
     Raises:
-        DataError: the file cannot be opened, is cut short, or is not what its suffix says.
+        DataError: the file cannot be opened, is truncated, or has another format than its suffix.
     """
     try:
         with open(path, "rb") as raw:
@@ -46,7 +47,7 @@ def opened(path: Path) -> Iterator[Opened]:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         if isinstance(error, OSError) and error.strerror:
             raise DataError(f"corpus file {path}: {error.strerror}") from error
-        raise DataError(f"corpus file {path}: cannot be unpacked ({one_line(error)})") from error
+        raise DataError(f"corpus file {path} cannot be decompressed ({one_line(error)})") from error
 
 
 def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:

@@ -1,4 +1,4 @@
-"""The files of a corpus."""
+"""Look-up of the files that ``data.source`` means, and what identifies a corpus."""
 
 import contextlib
 import glob
@@ -18,10 +18,10 @@ from megapipe.errors import DataError
 from megapipe.util.paths import user_path
 
 LINES = (".jsonl", ".ndjson")
-"""Suffixes of files with a JSON object in each line."""
+"""Suffixes of files that have a JSON object in each line."""
 OF_ROWS = (*LINES, ".json", ".parquet")
 _KNOWN = (*OF_ROWS, ".txt")
-_MARKS = ("dataset_dict.json", "dataset_info.json")
+_SAVE_TO_DISK_FILES = ("dataset_dict.json", "dataset_info.json")
 
 
 def is_standard_library(source: str) -> bool:
@@ -29,14 +29,13 @@ def is_standard_library(source: str) -> bool:
 
 
 def identity(config: DataConfig) -> list[Any]:
-    """A key that changes when the corpus changes, as JSON values, without reading the texts.
+    """Return JSON values that change when the corpus changes; reads no texts.
 
-    A local corpus is identified by the paths, sizes and modification times of its files, the
-    standard library by the version of Python and the names and sizes of its files, a hub data set
-    by its name alone.
+    A local corpus is identified by the paths, sizes and modification times of files, the standard
+    library by Python's version and the names and sizes of files, and a hub data set only by name.
 
     Raises:
-        DataError: the corpus is missing or unreadable, as far as that is visible without reading.
+        DataError: the corpus is missing, or its files cannot be examined.
     """
     chosen: list[Any] = [config.source, config.subset, config.dataset_split, config.text_field]
     if is_standard_library(config.source):
@@ -52,11 +51,10 @@ def identity(config: DataConfig) -> list[Any]:
 
 
 def local(source: str) -> list[Path] | None:
-    """The files and folders that `source` names, by a path or by a pattern; None if it is a name
-    on the hub.
+    """Return the files and folders of the path or pattern `source`; None for a name on the hub.
 
     Raises:
-        DataError: there is nothing of that name, or it is neither a file nor a folder.
+        DataError: `source` is missing, or is neither a regular file nor a folder.
     """
     if not source:
         raise DataError(f"corpus {source!r}: expected a file, a folder, a pattern, or a name")
@@ -64,7 +62,7 @@ def local(source: str) -> list[Path] | None:
     if glob.has_magic(source) and not os.path.exists(path):
         found = {Path(name) for name in glob.glob(str(path), recursive=True)}
         matches = sorted(filter(os.path.exists, found), key=lambda match: match.parts)
-        if "**" in source:  # its folders' files match as well
+        if "**" in source:  # the files of a matched folder match as well
             matches = [match for match in matches if not os.path.isdir(match)]
         if not matches:
             raise DataError(f"corpus {source!r}: no file matches (from {Path.cwd()})")
@@ -78,9 +76,10 @@ def local(source: str) -> list[Path] | None:
 
 
 def check_splits(config: DataConfig, found: list[Path] | None) -> None:
-    """Raise DataError for keys that only a data set has a use for, with a corpus that is none.
+    """Raise DataError if ``data.subset`` or ``data.dataset_split`` is set, but the corpus is not a
+    data set that has subsets or splits.
 
-    `found` is what :func:`local` has found.
+    `found` is the result of :func:`local`.
     """
     if found is None:
         return
@@ -88,13 +87,13 @@ def check_splits(config: DataConfig, found: list[Path] | None) -> None:
     saved = folder is not None and is_saved_data_set(folder)
     if config.dataset_split and folder is None:
         raise DataError(
-            f"corpus {config.source!r}: data.dataset_split={config.dataset_split} is for a data "
-            "set or a folder of one, and this is a file: expected no data.dataset_split"
+            f"corpus {config.source!r}: data.dataset_split={config.dataset_split} is for a "
+            "data set or its folder, but this is a file: remove data.dataset_split"
         )
     if config.subset and (saved or not config.dataset_split):
         raise DataError(
-            f"corpus {config.source!r}: data.subset={config.subset} is for a data set of the hub, "
-            "or for a folder with data.dataset_split: expected no data.subset"
+            f"corpus {config.source!r}: data.subset={config.subset} is for a data set on the "
+            "hub, or a folder with data.dataset_split: remove data.subset"
         )
 
 
@@ -105,19 +104,19 @@ def _checked(path: Path, source: str) -> Path:
         raise
     except OSError as error:
         raise DataError(f"corpus {source!r}: {error.strerror}") from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe has no second reading
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe cannot be read twice
         raise DataError(f"corpus {source!r}: neither a regular file nor a folder")
     return path
 
 
 def is_saved_data_set(path: Path) -> bool:
-    """Whether a folder was written by ``save_to_disk`` of `datasets`."""
-    return any(os.path.exists(path / mark) for mark in _MARKS)
+    """Whether the folder `path` was written by ``save_to_disk`` of `datasets`."""
+    return any(os.path.exists(path / name) for name in _SAVE_TO_DISK_FILES)
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """The files to read: those named, and of each folder those with suffixes that are known; where
-    there is none of them, all files of the folder."""
+    """Return the files to read: all named files, and from each named folder the files with known
+    suffixes, or all files if no file has a known suffix."""
     found = []
     for path in paths:
         if path.is_file():
@@ -129,17 +128,17 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def standard_library() -> list[Path]:
-    """Python files of the standard library, without installed packages, sorted by name."""
+    """Return the standard library's Python files, except installed packages, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = walk(root, skip=("__pycache__", "site-packages", "dist-packages"))
     sources = [path for path in files if path.suffix == ".py"]
     if not sources:
-        raise DataError(f"corpus 'stdlib': this Python keeps no source files in {root}")
+        raise DataError(f"corpus 'stdlib': this Python has no source files in {root}")
     return sources
 
 
 def walk(folder: Path, skip: tuple[str, ...] = ()) -> list[Path]:
-    """All files under a folder, sorted by their names in it; hidden files and folders left out."""
+    """Return the files under a folder, sorted by relative path, without hidden files."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"corpus folder {error.filename}: {error.strerror}") from error
@@ -154,14 +153,14 @@ def walk(folder: Path, skip: tuple[str, ...] = ()) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is one; links to nothing are not. Raises DataError if that is not to be seen."""
+    """Whether `path` is a regular file or a link to one. Raises DataError if it is unreadable."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_ISREG(_status(path).st_mode)
     return False
 
 
 def status_of(path: Path) -> os.stat_result:
-    """Size and times of a file. Raises DataError if they are not to be had."""
+    """Return size and times of a file. Raises DataError if the file cannot be examined."""
     try:
         return _status(path)
     except FileNotFoundError as error:
@@ -178,5 +177,5 @@ def _status(path: Path) -> os.stat_result:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file. Raises DataError if it is gone."""
+    """Return the size of a file in bytes. Raises DataError if the file no longer exists."""
     return status_of(path).st_size

@@ -1,4 +1,4 @@
-"""Texts of JSON: one object a line, or an array of objects over several lines."""
+"""Texts from JSON: one object per line, or an array of objects over several lines."""
 
 import json
 import re
@@ -7,40 +7,42 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megapipe.data.corpus.cutting import decoded
 from megapipe.data.corpus.row_count import RowCount
+from megapipe.data.corpus.text_chunks import decoded
 from megapipe.errors import DataError
-from megapipe.words import one_line
+from megapipe.text import one_line
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _AT_ONCE = 2**20
-"""Characters of a value that is longer than what was read, before as much again is read."""
+"""Number of characters read at a time; while a JSON value is incomplete, the text is doubled."""
 _LONGEST_WORD = len("-Infinity")
-"""An error that far from the end of what was read is none that more text can mend."""
+"""Length of the longest JSON word. An error this close to the end of the text may be due to an
+incomplete word, so more text is read."""
 
 
 class RowReader(Protocol):
-    """Takes documents out of the rows of one file."""
+    """Extracts documents from the rows of one file."""
 
     @property
     def origin(self) -> str:
-        """The file of the rows, for errors."""
+        """Description of the file, for errors."""
 
     def text(self, row: Any, line: int) -> str | None:
-        """The document of a row; None if it has none. Raises DataError for a row that is wrong."""
+        """Return the document of a row; None if the row has no document. `line`: number of the
+        row's line, for errors. Raises DataError for an invalid row."""
 
     def finish(self) -> None:
-        """Raise a DataError if the rows so far say that all of them are wrong."""
+        """Raise a DataError if the rows so far show that the file has no valid rows."""
 
 
 class Field:
-    """Takes the text out of rows.
+    """Extracts documents from rows that have a text in one of their fields.
 
     Args:
         name: ``data.text_field``.
-        origin: what the rows are of, for errors.
-        count: where they are counted.
+        origin: description of the rows' file, for errors.
+        count: counts the rows.
     """
 
     def __init__(self, name: str, origin: str, count: RowCount) -> None:
@@ -51,10 +53,10 @@ class Field:
         self._found = False
 
     def text(self, row: Any, line: int) -> str | None:
-        """The text; None if the row has none.
+        """Return the text of a row; None if the row has no text.
 
         Raises:
-            DataError: the row is no object, or its field is no text.
+            DataError: the row is not an object, or its field is not text.
         """
         if not isinstance(row, dict):
             raise no_object(self.origin, row, line)
@@ -67,14 +69,14 @@ class Field:
         value = row[self.name]
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.origin}: field {self.name!r} (data.text_field) holds {kind_of(value)}, no "
-                f"text, in line {line}"
+                f"{self.origin}: field {self.name!r} (data.text_field) holds "
+                f"{kind_of(value)}, not text, in line {line}"
             )
         return self._count.count_text(value)
 
     def finish(self) -> None:
-        """Raise a DataError if there were rows, and none of them had the field. It is asked after
-        the first rows of a file, which stand for all."""
+        """Raise a DataError if there were rows and none of them had the field. Call this only after
+        the first shard of a file: its rows stand for the whole file."""
         if self._others is not None and not self._found:
             raise DataError(
                 f"{self.origin}: no field {self.name!r} (data.text_field); it has: "
@@ -83,17 +85,18 @@ class Field:
 
 
 def of_lines(lines: Iterable[bytes], field: RowReader, first: int) -> Iterator[str]:
-    """The texts of lines, of which the first has the number `first`.
+    """Yield the documents that the row reader `field` extracts from lines of JSON. `first` is the
+    number of the first line.
 
     Raises:
-        DataError: a line is no JSON object, or has no text in `field`.
+        DataError: a line is not a JSON object, or `field` finds it invalid.
     """
     for number, line in enumerate(lines, first):
         if line.isspace():
             continue
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, no UTF-8
+        except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, or not UTF-8
             raise DataError(
                 f"{field.origin}: cannot be read (line {number}: {_plain(error)})"
             ) from error
@@ -103,8 +106,9 @@ def of_lines(lines: Iterable[bytes], field: RowReader, first: int) -> Iterator[s
 
 
 def of_values(file: IO[bytes], field: RowReader) -> Iterator[str]:
-    """The texts of an array of objects, or of objects that follow one another, whatever their
-    lines. Raises as :func:`of_lines` does."""
+    """Yield the documents that the row reader `field` extracts from a JSON array of objects, or
+    from consecutive objects; an object may span several lines. Raises DataError for invalid JSON or
+    an invalid row."""
     try:
         for row, line in _values(decoded(file)):
             text = field.text(row, line)
@@ -116,7 +120,7 @@ def of_values(file: IO[bytes], field: RowReader) -> Iterator[str]:
 
 
 def _values(chunks: Iterator[str]) -> Iterator[tuple[Any, int]]:
-    """Each value, and the line that it begins in."""
+    """Yield each JSON value with the number of the line where it begins."""
     decoder = json.JSONDecoder()
     text, at, line, inside = "", 0, 1, False
     while True:
@@ -144,7 +148,7 @@ def _values(chunks: Iterator[str]) -> Iterator[tuple[Any, int]]:
 
 
 def line_of(path: Path, offset: int) -> int:
-    """Number of the line at an offset of a file."""
+    """Return the number, from 1, of the line that contains byte `offset` of a file."""
     line = 1
     with open(path, "rb") as file:
         while offset > 0 and (content := file.read(min(offset, 2**24))):
@@ -154,17 +158,17 @@ def line_of(path: Path, offset: int) -> int:
 
 
 def _plain(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):  # a single line: its own count says nothing
+    if isinstance(error, json.JSONDecodeError):  # single line: the error's line count is useless
         return f"{error.msg} at character {error.pos}"
     return one_line(error)
 
 
 def no_object(origin: str, row: Any, line: int) -> DataError:
-    """The error for a row that is none."""
-    return DataError(f"{origin}: line {line} holds {kind_of(row)}, no object with fields")
+    """Return the error for a row that is not an object."""
+    return DataError(f"{origin}: line {line} holds {kind_of(row)}, not an object with fields")
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's type in JSON."""
+    """Return the name of a value's JSON type."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
     return names.get(type(value), "null" if value is None else "a number")

@@ -1,4 +1,4 @@
-"""Counts what of a corpus has no text that could be tokenized."""
+"""Counts of a corpus's rows, and of rows without a text to tokenize."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from megapipe.errors import DataError
-from megapipe.words import count_noun, without_surrogates
+from megapipe.text import count_noun, without_surrogates
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass
 class RowCount:
-    """Rows of JSON and tables that were read, and what of them was left out or replaced."""
+    """Number of rows read from JSON and tables, and how many were skipped or changed."""
 
     rows: int = 0
     lacking: int = 0
-    """Rows without the field of their text."""
+    """Number of rows without the text field."""
     empty: int = 0
-    """Rows whose field holds null or an empty text."""
+    """Number of rows whose text field is null or empty."""
     lone_surrogates: int = 0
-    """Halves of surrogate pairs, which JSON may spell and UTF-8 may not: each is read as "?"."""
+    """Number of lone surrogates, which JSON allows and UTF-8 does not; each is read as "?"."""
 
     def add(self, other: RowCount) -> None:
-        """Count what `other` has counted too."""
+        """Add the counts of `other`."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def count_text(self, text: str | None) -> str | None:
-        """Count a row that has the field, and return its text."""
+        """Count a row whose text field is `text`, and return `text`."""
         self.rows += 1
         self.empty += not text
         return text
 
     def replace_surrogates(self, text: str) -> str:
-        """Replace and count lone surrogates."""
+        """Return the text with lone surrogates replaced, and count them."""
         whole = without_surrogates(text)
         if whole is not text:
             self.lone_surrogates += len(_SURROGATE.findall(text))
         return whole
 
     def lines(self, source: str, field: str) -> Iterator[str]:
-        """Yield a line for the user on each kind of loss.
+        """Yield lines of text that tell the user which rows were skipped or changed.
 
         Args:
             source: ``data.source``.
@@ -52,7 +52,7 @@ class RowCount:
         for count, what in self._left_out(field):
             yield (
                 f"{count:,} of {self.rows:,} rows of {source} {'is' if count == 1 else 'are'} "
-                f"left out: {what} (data.text_field)"
+                f"skipped: {what} (data.text_field)"
             )
         if self.lone_surrogates:
             yield (
@@ -61,7 +61,7 @@ class RowCount:
             )
 
     def no_text(self, source: str, field: str) -> DataError:
-        """Return the error for a corpus without any text, whose rows were counted.
+        """Return the error for a corpus without any text; the counts give the reasons.
 
         Args:
             source: ``data.source``.
@@ -76,7 +76,7 @@ class RowCount:
         return DataError(f"corpus {source!r} has no text: {', '.join(reasons)} (data.text_field)")
 
     def _left_out(self, field: str) -> Iterator[tuple[int, str]]:
-        """Yield how many rows are left out for a reason, and the reason, where there are any."""
+        """Yield, for each reason to skip rows, the number of skipped rows and the reason."""
         for count, what in (
             (self.lacking, f"no field {field!r}"),
             (self.empty, f"no text in field {field!r}"),

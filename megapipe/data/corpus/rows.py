@@ -1,4 +1,4 @@
-"""Takes texts out of the rows of a corpus: of JSON, of tables, of data sets."""
+"""Extraction of texts from the rows of a corpus: JSON, tables, data sets."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megapipe.data.corpus.cutting import TextChunk, cut
 from megapipe.data.corpus.json_rows import Field, RowReader
 from megapipe.data.corpus.row_count import RowCount
+from megapipe.data.corpus.text_chunks import TextChunk, cut
 from megapipe.errors import DataError
 
 
 class RowParser(Protocol):
-    """How rows become documents; may be sent to another process."""
+    """Turns the rows of a corpus into documents; may be sent to another process."""
 
     @property
     def takes_texts(self) -> bool:
-        """Whether a file that has no rows is a document too."""
+        """Whether a text file, which has no rows, is read as one document."""
 
     def reader(self, origin: str, count: RowCount) -> RowReader:
-        """Takes documents out of the rows of a JSON file, and counts those that lack one."""
+        """Return a reader of a JSON file's rows. `origin` describes the file in errors. The reader
+        adds to `count` all rows, and the rows without a document."""
 
     def columns(self, origin: str, schema: Any) -> list[str]:
-        """The columns of a table of that ``pyarrow.Schema`` that it needs. Raises DataError if they
-        are not there, or hold something else."""
+        """Return the columns that the parser needs of a table with this ``pyarrow.Schema``. Raises
+        DataError if columns are missing or have another type."""
 
     def of_table(self, origin: str, table: Any, first: int, count: RowCount) -> Iterator[str]:
-        """Yield the documents of a table of these columns, whose first row has the number `first`,
-        and count the rows that lack one."""
+        """Yield the documents of a table with the columns that :meth:`columns` returns, and count
+        its rows in `count`. `first`: number of the table's first row, for errors."""
 
     def pieces(self, document: str) -> Iterator[TextChunk]:
-        """A document in the pieces that are tokenized."""
+        """Yield a document in the text chunks that are tokenized."""
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """The text in one field of each row."""
+    """Parser that takes the text in one field of each row."""
 
     field: str
-    """``data.text_field``."""
+    """Name of the field, ``data.text_field``."""
     takes_texts = True
 
     def reader(self, origin: str, count: RowCount) -> RowReader:
@@ -58,7 +59,7 @@ class TextRows:
         texts = types.is_string, types.is_large_string, types.is_string_view, types.is_null
         if not any(check(stored) for check in texts):
             raise DataError(
-                f"{origin}: field {self.field!r} (data.text_field) holds {kind}, no text"
+                f"{origin}: field {self.field!r} (data.text_field) holds {kind}, not text"
             )
         return [self.field]
 

@@ -1,4 +1,4 @@
-"""Rows of tables: parquet files by pyarrow, saved and hub data sets by `datasets`, streaming."""
+"""Rows of tables, streamed: parquet files with pyarrow, saved and hub data sets with `datasets`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import RowParser
 from megapipe.data.hub import check_reachable
 from megapipe.errors import DataError
+from megapipe.text import one_line
 from megapipe.util.paths import exists, user_path
-from megapipe.words import one_line
 
 _ROWS = 256
-"""Rows that are held as Python strings at a time."""
+"""Number of rows that are Python strings in memory at a time."""
 
 
 @contextmanager
 def reading(origin: str) -> Iterator[None]:
-    """Whatever a reader raises comes out as a DataError that names what was read."""
+    """Turn an exception of a reader into a DataError that names the file or data set."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise DataError(f"{origin}: cannot be read ({cause})") from error
+        raise DataError(f"{origin} cannot be read ({cause})") from error
 
 
 def row_groups(path: Path) -> list[tuple[int, int]]:
-    """Number of each row group of a parquet file that has rows, and its bytes on disk."""
+    """Return index and bytes on disk of each non-empty row group of a parquet file."""
     import pyarrow.parquet as pq
 
     with reading(f"corpus file {path}"):
@@ -49,7 +49,7 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
 def of_row_groups(
     path: Path, groups: Sequence[int], rows: RowParser, count: RowCount
 ) -> Iterator[str]:
-    """The documents of some row groups of a parquet file, which follow one another."""
+    """Yield the documents of consecutive row groups of a parquet file."""
     import pyarrow.parquet as pq
 
     origin = f"corpus file {path}"
@@ -62,7 +62,7 @@ def of_row_groups(
 
 
 def of_saved(path: Path, config: DataConfig, rows: RowParser, count: RowCount) -> Iterator[str]:
-    """The documents of a folder that `datasets` has saved."""
+    """Yield the documents of a data set that `datasets` has saved in the folder `path`."""
 
     def load() -> Any:
         saved = _library().load_from_disk(str(path))
@@ -76,7 +76,7 @@ def of_saved(path: Path, config: DataConfig, rows: RowParser, count: RowCount) -
 
 
 def of_data_set(config: DataConfig, rows: RowParser, count: RowCount) -> Iterator[str]:
-    """The documents of a data set that `datasets` opens: on the hub, or a folder as on the hub."""
+    """Yield the documents of a data set that `datasets` opens: on the hub, or a local folder."""
     local = user_path(config.source)
     if exists(local):
         name = str(local)
@@ -105,7 +105,7 @@ def _split_of(splits: Any, config: DataConfig, name: object) -> Any:
 def _of_data_set(
     origin: str, rows: RowParser, count: RowCount, load: Callable[[], Any]
 ) -> Iterator[str]:
-    """The documents of the data set that `load` opens."""
+    """Yield the documents of the data set that `load` opens."""
     with reading(origin):
         row = 1
         for table in load().with_format("arrow").iter(batch_size=_ROWS):
@@ -115,7 +115,7 @@ def _of_data_set(
 
 
 def _library() -> Any:
-    """The module `datasets`, with its own logging and progress bars switched off."""
+    """Return the module `datasets`, with its logging and progress bars switched off."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""The samples of Megatron-LM and their order, by indices equal to its own."""
+"""Samples in Megatron-LM's order, by index arrays that equal those of Megatron-LM."""
 
 from megapipe.data.indices.blend import blend_index
 from megapipe.data.indices.cached_blend import open_blend

@@ -1,13 +1,14 @@
-"""Which source each sample of a blend comes from.
+"""The source of each sample of a Megatron-LM blend, computed for many samples at once.
 
-Sample k is taken from the source that is furthest behind its share: the largest w_i * max(k, 1)
-minus the samples taken from source i so far, the first of equal ones. That is a loop of which each
-turn needs the one before. Here many places of the blend are worked on at once, as lanes of arrays:
-a lane has a run of consecutive samples and begins at a guess of what has been taken before. The
-rule makes good for a wrong guess: two states that differ come closer where they do not take the
-same source, and soon are one. So a lane begins some samples early, and in the end its first state
-is compared with the last state of the lane before. Lanes for which they differ are done again from
-that last state, until none is left. Lane 0 begins at the true state, so all of them do then.
+Sample k is taken from the source that is furthest behind its share: the source i with the largest
+w_i * max(k, 1) minus the samples taken from it so far; ties go to the lower index. Such a rule
+needs a loop over samples. To vectorize it, the samples are divided into lanes, which are ranges of
+consecutive samples. All lanes advance together, as elements of arrays. The state at a sample is the
+number of earlier samples of each source; a lane begins with a guess of its state. The rule corrects
+a wrong guess: two different states come closer where they take different sources, and soon are
+equal. So a lane begins some samples before its range. Then the state at its first sample is
+compared with the last state of the previous lane. A lane that differs is recomputed from that last
+state, until no lane differs. Lane 0 begins with the true state, so in the end every lane is right.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import numpy.typing as npt
 
 from megapipe.errors import ConfigError
 
-_LANES = 4096
-_SHORTEST = 256
-"""Lanes at most, and the samples that a lane has at least."""
+_LANES, _SHORTEST = 4096, 256
+"""Maximum number of lanes, and minimum number of samples per lane."""
 _NUMBERS = 2**18
-"""Sources times lanes at most, unless a single lane has more."""
+"""Maximum product of sources and lanes, unless a single lane exceeds it."""
 _EARLY = 8
-"""Samples before its own that a lane begins at, for each source."""
+"""Number of samples by which a lane begins before its range, per source of the blend."""
 _COLUMNS = 64
-"""Samples of each lane that are kept before they are written together."""
+"""Number of samples of each lane that are buffered before they are written together."""
 MOST_SOURCES = 2**15 - 2
 
 Floats = npt.NDArray[np.float64]
@@ -35,19 +35,19 @@ Index = tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]
 
 
 def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
-    """The blend index of Megatron-LM for sources of given shares.
+    """Return the blend index of Megatron-LM for sources with the given shares.
 
     Args:
-        weights: the share of each source, positive; their sum is 1
-            (see :func:`~megapipe.data.indices.shares.normalised`).
-        size: samples of the blend.
+        weights: the share of each source, positive; the sum is 1 (see
+            :func:`~megapipe.data.indices.shares.normalised`).
+        size: number of samples of the blend.
 
     Returns:
-        The source of each sample [size] and its number among those of that source [size]. Beside
-        these 10 bytes of a sample some tens of MiB are held.
+        The source of each sample [size], and the sample's number in that source [size]. The arrays
+            take 10 bytes per sample, and the computation some tens of MiB more.
 
     Raises:
-        ConfigError: a weight is not positive, or there are too many.
+        ConfigError: a weight is not positive, or there are too many sources.
     """
     shares = np.array(weights, np.float64)
     if not np.all(shares > 0):
@@ -56,9 +56,9 @@ def blend_index(weights: Sequence[float] | Floats, size: int) -> Index:
 
 
 class _Lanes:
-    """A blend of n sources, divided into lanes of equal numbers of samples.
+    """A blend of n sources, divided into lanes of equally many samples.
 
-    Its states are the samples taken from each source, [n, lanes], as floats like in the rule.
+    A state is the number of samples taken from each source, [n, lanes], as floats.
     """
 
     def __init__(self, shares: Floats, size: int) -> None:
@@ -72,7 +72,7 @@ class _Lanes:
         self.early = min(self.length, _EARLY * len(shares))
 
     def index(self) -> Index:
-        """The sources and numbers of all samples."""
+        """Return the source of every sample, and the sample's number in that source."""
         shape = self.lanes, self.length
         found = np.empty(shape, np.int16), np.empty(shape, np.int64)
         first = np.arange(self.lanes, dtype=np.int64) * self.length
@@ -86,7 +86,8 @@ class _Lanes:
         return found[0].reshape(-1)[: self.size], found[1].reshape(-1)[: self.size]
 
     def guess(self, first: npt.NDArray[np.int64]) -> Floats:
-        """States before the samples `first`: shares of them, rounded so that the sums are right."""
+        """Return a guess of the states before the samples `first` [lanes]. A source is assumed to
+        have its share of the earlier samples, rounded so that the sum over sources is exact."""
         exact = self.shares * first
         whole = np.floor(exact)
         missing = first - whole.sum(0)
@@ -101,8 +102,9 @@ class _Lanes:
         found: Index | None = None,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> Floats:
-        """The states `steps` samples after the samples `first`, from the states `start` before
-        these. What is taken on the way is written into `rows` of `found`."""
+        """Take `steps` samples in each lane, from the sample `first` on, where the state is
+        `start`. Return the states afterwards. With `found`, write the source of each sample and its
+        number in the source into the rows `rows` of `found`."""
         lanes = len(first)
         state, lane = start.copy(), np.arange(lanes)
         behind, most = np.empty_like(state), np.empty(lanes)
@@ -114,7 +116,7 @@ class _Lanes:
             behind -= state
             behind.max(0, out=most)
             np.equal(behind, most, out=is_most)
-            source = is_most.argmax(0)  # the first of equal ones
+            source = is_most.argmax(0)  # of equal ones, the first
             number = state[source, lane]
             state[source, lane] = number + 1.0
             sample += 1.0

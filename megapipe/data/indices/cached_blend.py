@@ -13,22 +13,24 @@ from megapipe.data.indices.shares import BlendSizes
 from megapipe.data.stored import StoredArray
 
 _FORMAT = 1
-"""Raised when the same blend would come out as other arrays."""
+"""Version of the cached arrays; increased when the same blend would give other arrays."""
 
 
 def open_blend(
     blend: BlendSizes, cache: Path, note: Callable[[str], None] | None = None
 ) -> tuple[StoredArray, StoredArray]:
-    """The index of a blend, computed by one of the processes that share `cache`.
+    """Return the index of a blend: the source of each sample, and the sample's number in that
+    source. One of the processes that share `cache` computes it.
 
     Args:
-        blend: its sizes.
-        cache: the folder for all such indices; they get one of their own in it.
-        note: see :func:`~megapipe.data.indices.folder.stored_arrays`.
+        blend: sizes of the blend.
+        cache: folder in which each blend index has a subfolder.
+        note: called with a line of text if another process must be awaited; default: print it to
+            stderr.
 
     Raises:
-        ConfigError: as :func:`~megapipe.data.indices.blend.blend_index`.
-        DataError: the cache cannot be written, or what is there is damaged.
+        ConfigError: a weight is not positive, or there are too many sources.
+        DataError: the cache cannot be written, or its content is damaged.
     """
     size, asked = blend.size, [share.hex() for share in blend.shares]
 

@@ -1,4 +1,4 @@
-"""How many epochs and samples a number of tokens makes."""
+"""Numbers of epochs and samples of a token file, computed as in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from megapipe.errors import DataError
 
 _SMALL = 0.80
-"""A last epoch is shuffled apart if less than this share of its samples is wanted."""
+"""Fraction of the last epoch. If a run needs less of it, that epoch is shuffled separately."""
 
 
 @dataclass(frozen=True)
 class EpochCounts:
-    """The sizes of the indices.
+    """Numbers of epochs and samples, which are the sizes of Megatron-LM's index arrays.
 
     Attributes:
         epochs: how often each sequence occurs.
-        samples: windows of L tokens and the one that follows, of all epochs together.
-        apart: the number of samples before a last epoch that is shuffled by itself; None if all
-            epochs are shuffled together.
+        samples: number of windows of L + 1 tokens in all epochs; neighbours share one token.
+        apart: number of samples before the last epoch, if that epoch is shuffled separately; None
+            if all epochs are shuffled together.
     """
 
     epochs: int
@@ -32,17 +32,18 @@ class EpochCounts:
     def of(
         tokens: int, sequence_length: int, wanted: int | None, *, keep_last: bool = False
     ) -> EpochCounts:
-        """The counts that Megatron-LM takes.
+        """Return the counts that Megatron-LM computes.
 
-        A run that needs little of a last epoch would hardly see some documents of it, were it mixed
-        with the epochs before: it then comes last.
+        If a run needs only a few samples of the last epoch, the last epoch is not mixed with
+        earlier epochs but comes after them.
 
         Args:
-            tokens: of one epoch.
+            tokens: number of tokens of one epoch.
             sequence_length: L.
-            wanted: samples that there should be at least; None for those of one epoch.
-            keep_last: the tokens that do not fill a last window make a shorter sample. Their number
-                is found in single precision, as there; beyond 2^24 tokens it can be one off.
+            wanted: minimum number of samples; None: the samples of one epoch.
+            keep_last: whether tokens that do not fill a last window make a shorter sample. The
+                number of samples is then computed in fp32, as in Megatron-LM; beyond 2^24 tokens it
+                can be one off.
 
         Raises:
             DataError: there are too few tokens for a sample.

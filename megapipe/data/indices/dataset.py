@@ -1,4 +1,4 @@
-"""Samples by the indices of a token file."""
+"""Samples of a token file in the order of Megatron-LM's indices."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megapipe.errors import DataError
 
 
 class IndexedDataset:
-    """The samples of Megatron-LM's GPTDataset: windows of documents in a shuffled order.
+    """Samples of Megatron-LM's GPTDataset: windows of documents in a shuffled order.
 
-    Sample i is L inputs and their labels, cut from the documents in reading order as if they were
-    one stream; the number i is mapped by the shuffle index. The order of the samples is in the
-    indices, so it needs none of :mod:`megapipe.data.order`. A last sample that is short stays so,
-    where Megatron-LM fills it up with masked tokens.
+    The documents in reading order form one stream, which is cut into samples of L inputs and their
+    labels. Sample i is the cut whose number the shuffle index gives for i. The indices contain the
+    order of the samples, so :mod:`megapipe.data.order` is not used. A short last sample stays
+    short; Megatron-LM fills it up with masked tokens.
 
     Args:
         file: the tokens.
-        indices: of that file, see :func:`~megapipe.data.indices.indices.open_indices`.
-        sequence_length: L, as the indices were made for.
+        indices: the file's indices, see :func:`~megapipe.data.indices.indices.open_indices`.
+        sequence_length: L, for which the indices were made.
     """
 
     def __init__(self, file: TokenFile, indices: Indices, sequence_length: int) -> None:
@@ -34,16 +34,17 @@ class IndexedDataset:
         return len(self.indices.shuffle)
 
     def labelled(self, index: int) -> Sample:
-        """Sample `index`, of 0 .. len-1.
+        """Return sample `index`, in 0 .. len-1.
 
         Raises:
             IndexError: there is no such sample.
-            DataError: it lies outside the token file, whose index is damaged then.
+            DataError: the sample is outside the token file, so the file's index is damaged.
         """
         return Sample.of_window(self._window(index), self.sequence_length)
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        """The place of token or label `at` of a sample, for errors."""
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
+        """Describe, for an error, where the input at position `at` of sample `index` comes from, or
+        with `label` the label at that position."""
         left = at + label
         for start, tokens in zip(*self._parts(index), strict=True):
             if left < tokens:
@@ -52,11 +53,11 @@ class IndexedDataset:
         raise IndexError(f"token {at} behind the end of sample {index}")
 
     def _window(self, index: int) -> npt.NDArray[np.int64]:
-        """The tokens of a sample and the one that follows [L + 1], or fewer in the last one."""
+        """Return the tokens of a sample and the next token [L + 1]; the last may be shorter."""
         return self.file.read_runs(*self._parts(index)).astype(np.int64)
 
     def _parts(self, index: int) -> tuple[list[int], list[int]]:
-        """The tokens of the file that the runs of a sample begin with, and the tokens of each."""
+        """Return the ranges of tokens in the file that make up a sample: starts and lengths."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         row = int(self.indices.shuffle[index])

@@ -1,4 +1,4 @@
-"""Arrays that one process of a node computes, and all read."""
+"""Arrays in files, computed by one process of a node and read by all."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.build_once import build_once
 from megapipe.data.stored import Array, StoredArray, StoredFile, write_checksums
 from megapipe.errors import DataError
 
 Save = Callable[[str, Array], None]
 Form = tuple[tuple[int | None, ...], str]
-"""The shape and the type of an array; None: a size that is not known before."""
+"""Expected shape and type of an array; a size is None if it is not known in advance."""
 
 
 def stored_arrays(
@@ -26,19 +26,22 @@ def stored_arrays(
     compute: Callable[[Save], None],
     note: Callable[[str], None] | None = None,
 ) -> dict[str, StoredArray]:
-    """The arrays of a folder, by name, of which each process reads what it needs.
+    """Return the arrays that `folder` holds, by name; a process later reads only the rows that it
+    needs.
 
-    If the folder is not there, one of the processes that share its file system computes them, and
-    the others wait for it (:func:`~megapipe.data.prepare.once.build_once`).
+    If the folder does not exist, one of the processes that share its file system computes the
+    arrays, and the others wait for it (:func:`~megapipe.data.prepare.build_once.build_once`).
 
     Args:
-        folder: named by all that decides the content.
-        forms: what is expected of each array.
-        compute: hands each array with its name to the function it is given, which writes it.
-        note: given a line when there is another process to wait for; by default it goes to stderr.
+        folder: path; its name must depend on everything that determines the content.
+        forms: expected shape and type of each array, by name.
+        compute: function that computes the arrays. Its argument is a function `save(name, array)`,
+            which it calls to write each array.
+        note: called with a line of text if another process must be awaited; default: print it to
+            stderr.
 
     Raises:
-        DataError: the folder cannot be written, or what is there is damaged.
+        DataError: the folder cannot be written, or its content is damaged.
     """
 
     def fill(new: Path) -> None:
@@ -56,20 +59,20 @@ def stored_arrays(
         if not folder.exists():
             build_once(folder, fill, note)
     except OSError as error:
-        where = error.filename or folder
-        raise DataError(f"indices {where}: {error.strerror or error}") from error
+        named = error.filename or folder
+        raise DataError(f"indices {named}: {error.strerror or error}") from error
     return {name: _stored(folder, name, form) for name, form in forms.items()}
 
 
 def _stored(folder: Path, name: str, form: Form) -> StoredArray:
-    path, repair = folder / f"{name}.npy", f"remove {folder} to have it made again"
+    path, repair = folder / f"{name}.npy", f"remove {folder} and it is rebuilt"
     try:
         with path.open("rb") as file:
             shape, dtype = _header(file)
             begin, size = file.tell(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}: {repair}") from error
-    except Exception as error:  # a header that is overwritten: of the parsers that NumPy asks
+    except Exception as error:  # a damaged header; NumPy's parsers raise many types
         raise DataError(f"{path} is damaged: {repair}") from error
     if dtype.hasobject or size != begin + math.prod(shape) * dtype.itemsize:
         raise DataError(f"{path} is damaged: {repair}")
@@ -82,12 +85,12 @@ def _stored(folder: Path, name: str, form: Form) -> StoredArray:
             f"{path} has shape {shape} of {dtype}, not {form[0]} of {form[1]}: {repair}"
         )
     stored = StoredFile(path)
-    stored.read(0, begin)  # as its checksum says
+    stored.read(0, begin)  # compares the header with its checksum
     return StoredArray(stored, dtype, begin, shape)
 
 
 def _header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an array that ``np.save`` has written. Raises ValueError."""
+    """Return shape and type of an array in a file of ``np.save``. Raises ValueError."""
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("another version")
     shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)

@@ -1,4 +1,5 @@
-"""The three indices of a token file, from a cache that all processes of a node share."""
+"""Megatron-LM's document, sample and shuffle index of a token file, from a cache that all processes
+of a node share."""
 
 from __future__ import annotations
 
@@ -20,24 +21,22 @@ from megapipe.data.tokens import TokenFile
 from megapipe.errors import DataError
 
 _FORMAT = 1
-"""Raised when the same request would come out as other arrays."""
-_PROBES = 64
-_PROBED = 1024
-"""Places of the lengths that a digest covers, and lengths at each of them."""
+"""Version of the cached arrays; increased when the same request would give other arrays."""
+_PROBES, _PROBED = 64, 1024
+"""Number of places in the index that a digest covers, and number of lengths at each place."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which samples of a token file are wanted.
+    """The samples that a run needs of a token file.
 
     Attributes:
-        sequences: those of the split, see :func:`~megapipe.data.split.split_ranges`.
+        sequences: the split's sequences, see :func:`~megapipe.data.split.split_ranges`.
         sequence_length: L.
-        samples: how many there should be at least, for which epochs are repeated; None for one
-            epoch.
-        seed: of the order, 0 to 2^32 - 1.
-        keep_last: the tokens that do not fill a last sample make a shorter one. In Megatron-LM that
-            is a choice for validation, and never done otherwise.
+        samples: minimum number of samples, reached by repeating epochs; None: one epoch.
+        seed: seed of the order, 0 to 2^32 - 1.
+        keep_last: whether tokens that do not fill a last sample make a shorter sample, which
+            Megatron-LM does in validation only.
     """
 
     sequences: range
@@ -53,9 +52,9 @@ class Indices:
 
     Attributes:
         documents: sequences in reading order [epochs * sequences].
-        samples: where each sample begins, as a place in `documents` and one in that document
-            [M + 1, 2].
-        shuffle: the sample of each number [M].
+        samples: where each sample begins: index in `documents`, and token in that document [M + 1,
+            2].
+        shuffle: the samples in shuffled order [M].
     """
 
     documents: StoredArray
@@ -69,31 +68,32 @@ def open_indices(
     cache: Path,
     note: Callable[[str], None] | None = None,
 ) -> Indices:
-    """The indices of a request, computed by one of the processes that share `cache`.
+    """Return the indices for a request; one of the processes that share `cache` computes them.
 
-    That process holds 4 bytes for each sequence of the file, 4 for each sequence and epoch, and 8
-    or 4 for each sample (16 or 8 if there are more than 2^31): its sample index and its shuffle
-    index one after the other.
+    The computing process holds 4 bytes for each sequence of the file, 4 bytes for each sequence and
+    epoch, and for each sample first 8 bytes (sample index), then 4 (shuffle index); twice as many
+    beyond 2^31 documents or 2^32 samples.
 
     Args:
-        cache: the folder for all such indices; they get one of their own in it.
-        note: see :func:`~megapipe.data.indices.folder.stored_arrays`.
+        cache: folder in which the indices for each request have a subfolder.
+        note: called with a line of text if another process must be awaited; default: print it to
+            stderr.
 
     Raises:
-        ConfigError: a seed that NumPy does not take.
+        ConfigError: NumPy does not accept the seed.
         TooShort: the split has too few tokens.
-        DataError: the token file is damaged, the cache cannot be written, or what is there is
-            damaged.
+        DataError: the token file or the content of the cache is damaged, or the cache cannot be
+            written.
     """
-    generator(request.seed)  # a seed that it does not take is refused before anything is written
+    generator(request.seed)  # refuse a bad seed before anything is written
     tokens = _tokens(file, request.sequences)
     try:
         counts = EpochCounts.of(
             tokens, request.sequence_length, request.samples, keep_last=request.keep_last
         )
     except DataError as error:
-        where = f"sequences {request.sequences.start} to {request.sequences.stop}"
-        raise TooShort(file.path, f"({where}) has {error}") from error
+        sequences_text = f"sequences {request.sequences.start} to {request.sequences.stop}"
+        raise TooShort(file.path, f"({sequences_text}) has {error}") from error
 
     def compute(save: Save) -> None:
         lengths = _lengths(file, request.sequences, tokens)
@@ -123,13 +123,14 @@ def _forms(documents: int, samples: int) -> dict[str, Form]:
 
 
 def _tokens(file: TokenFile, sequences: range) -> int:
-    """Tokens of the sequences, by where they begin and end."""
+    """Return the number of tokens of the sequences, computed from where they begin and end."""
     begin, end = file.starts(np.array([sequences.start, sequences.stop]))
     return int(end - begin)
 
 
 def _lengths(file: TokenFile, sequences: range, tokens: int) -> Array:
-    """The lengths of all sequences of the file, after a look at those that are counted on."""
+    """Return the lengths of all sequences of the file. Raises DataError unless the sum over
+    `sequences` is `tokens`, and none of them is negative."""
     lengths: Array = file.lengths[:]
     used = lengths[sequences.start : sequences.stop]
     if used.min() < 0 or int(used.sum(dtype=np.int64)) != tokens:
@@ -138,7 +139,8 @@ def _lengths(file: TokenFile, sequences: range, tokens: int) -> Array:
 
 
 def _digest(file: TokenFile, request: Request, counts: EpochCounts) -> str:
-    """SHA-256, in hex, of what decides the arrays: more samples of as many epochs are the same."""
+    """Return the SHA-256, in hex, of what determines the arrays; it covers only some lengths.
+    Requests for different numbers of samples have equal digests if their `counts` are equal."""
     sizes = [len(file.tokens), file.tokens.dtype.str, len(file.lengths), len(file)]
     sequences = [request.sequences.start, request.sequences.stop]
     asked = [request.sequence_length, request.seed, request.keep_last]

@@ -1,4 +1,4 @@
-"""A run on several sources in the order of a blend of Megatron-LM's."""
+"""The source of each sample of a run, by the index of a Megatron-LM blend."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from megapipe.data.stored import Array, StoredArray
 from megapipe.errors import DataError
 
 _BACK, _MOST_BACK = 2**10, 2**20
-"""Samples that are looked at first for the last one of each source, and at most at a time."""
+"""Number of samples that the backward search for each source's last sample reads at first, and the
+maximum that it reads at a time."""
 
 
 class Blend:
-    """Deals the samples of a run to n sources as a blend index says.
+    """Assigns the samples of a run to n sources by a blend index.
 
     Args:
-        index: source [N] and number there [N] of each sample.
-        sources: n.
+        index: for each sample its source [N] and its number in that source [N].
+        sources: number of sources, n.
     """
 
     def __init__(self, index: Index | tuple[StoredArray, StoredArray], sources: int) -> None:
@@ -30,13 +31,14 @@ class Blend:
         return len(self._source)
 
     def __call__(self, sample: int) -> Draw:
-        """Where sample `sample` is from. Raises DataError if the blend has no such sample."""
+        """Return source and draw of sample number `sample` of the run. Raises DataError if the
+        blend has fewer samples."""
         if not 0 <= sample < len(self):
             raise self._used_up(len(self))
         return Draw(int(self._source[sample]), int(self._number[sample]))
 
     def taken(self, samples: int) -> list[int]:
-        """Samples of each source [n] among the first `samples`."""
+        """Return how many of the first `samples` samples come from each source [n]."""
         found = [0] * self._sources
         left, back, stop = set(range(self._sources)), _BACK, min(samples, len(self))
         while left and stop > 0:
@@ -51,12 +53,12 @@ class Blend:
         return found
 
     def check(self, samples: int) -> None:
-        """Raise DataError if there are fewer than `samples`."""
+        """Raise DataError if the blend has fewer than `samples` samples."""
         if samples > len(self):
             raise self._used_up(len(self))
 
     def _used_up(self, samples: int) -> DataError:
         return DataError(
-            f"data.mixture: its sources are used up after {samples} samples: expected weights, by "
-            "which they are taken more than once, or fewer train.steps"
+            f"data.mixture: its sources are used up after {samples} samples: expected "
+            "weights, with which sources repeat, or fewer train.steps"
         )

@@ -1,4 +1,4 @@
-"""Samples that a blend of several token files asks of each of them."""
+"""Sizes of a Megatron-LM blend: how many samples it has, and how many it needs from each source."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 from megapipe.errors import ConfigError
 
 SURPLUS = 0.005
-"""The share of samples that each source has to spare: the order of a blend may take a few more of
-one than its weight says."""
+"""Fraction of spare samples requested from each source, because a blend can take a few more samples
+from a source than its share."""
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Weights as shares of their sum. Raises ConfigError unless all are positive and finite."""
+    """Return weights divided by their sum. Raises ConfigError unless all are positive and the sum
+    is finite."""
     given = np.array(weights, np.float64)
     with np.errstate(over="ignore"):
         total = given.sum()
@@ -29,12 +30,13 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class BlendSizes:
-    """The sizes of a blend, as Megatron-LM's builder of blends finds them.
+    """Sizes of a blend, computed like Megatron-LM's blend builder.
 
     Attributes:
-        shares: of each source, for :func:`~megapipe.data.indices.blend.blend_index`.
-        size: samples of the blend; more than asked for, as each source's part is rounded up.
-        requests: samples to ask of each source.
+        shares: share of each source, for :func:`~megapipe.data.indices.blend.blend_index`.
+        size: samples of the blend, perhaps a few more than requested: each source's part is rounded
+            up.
+        requests: number of samples to request from each source.
     """
 
     shares: list[float]
@@ -43,15 +45,15 @@ class BlendSizes:
 
     @staticmethod
     def weighted(weights: Sequence[float], samples: int, surplus: float = SURPLUS) -> BlendSizes:
-        """A blend of given weights with `samples` samples or a few more. Raises ConfigError for
-        weights that are not positive."""
+        """Return the sizes of a blend with the given weights and at least `samples` samples. Raises
+        ConfigError for weights that are not positive."""
         shares = normalised(weights)
         parts = [math.ceil(samples * share) for share in shares]
         requests = [math.ceil(part * (1 + surplus)) for part in parts]
-        # it divides by the sum twice, which can change a share's last bit
+        # Megatron-LM divides by the sum twice, which can change a share's last bit
         return BlendSizes(normalised(shares), sum(parts), requests)
 
     @staticmethod
     def by_size(sizes: Sequence[int], samples: int) -> BlendSizes:
-        """A blend of sources by their own sizes, an epoch of each at most."""
+        """Return the sizes of a blend with at most one epoch of each source, weighted by size."""
         return BlendSizes(normalised(sizes), min(samples, sum(sizes)), list(sizes))

@@ -1,8 +1,6 @@
 """The shuffled orders of documents and of samples.
 
-Both come from one legacy generator of NumPy, MT19937 with a seed, whose shuffles are drawn one
-after
-the other: first those of the documents, then those of the samples.
+One legacy generator of NumPy, MT19937 with a seed, first shuffles the documents, then the samples.
 """
 
 from typing import Any
@@ -17,7 +15,7 @@ _MOST_SEQUENCES = 2**31
 
 
 def generator(seed: int) -> np.random.RandomState:
-    """The source of both orders. Raises ConfigError for a seed that it does not take."""
+    """Return the random generator of both orders. Raises ConfigError for a seed out of range."""
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed {seed}: expected 0 to {2**32 - 1}")
     return np.random.RandomState(seed)
@@ -26,10 +24,10 @@ def generator(seed: int) -> np.random.RandomState:
 def document_index(
     sequences: range, counts: EpochCounts, random: np.random.RandomState
 ) -> npt.NDArray[np.int32]:
-    """The sequences of all epochs in the order in which they are read [epochs * sequences].
+    """Return the sequences of all epochs in reading order [epochs * sequences].
 
-    A sequence is what Megatron-LM calls a document here: all that an index gives a length to.
-    Raises DataError if there are more than int32 can number.
+    A sequence is an entry with a length in the token file's index; Megatron-LM calls it a document.
+    Raises DataError if int32 cannot number the sequences.
     """
     if sequences.stop > _MOST_SEQUENCES:
         raise DataError(f"{sequences.stop} sequences, but indices number at most {_MOST_SEQUENCES}")
@@ -41,8 +39,8 @@ def document_index(
 
 
 def shuffle_index(counts: EpochCounts, random: np.random.RandomState) -> npt.NDArray[Any]:
-    """The number of each sample in reading order, in the order of training [samples]: uint32, or
-    int64 if there are 2^32 - 2 or more."""
+    """Return, for each sample in shuffled order, its number in reading order [samples]: uint32, or
+    int64 from 2^32 - 2 samples on."""
     small = counts.samples < np.iinfo(np.uint32).max - 1
     found = np.arange(counts.samples, dtype=np.uint32 if small else np.int64)
     _shuffle(found, counts.samples if counts.apart is None else counts.apart, random)
@@ -50,7 +48,7 @@ def shuffle_index(counts: EpochCounts, random: np.random.RandomState) -> npt.NDA
 
 
 def _shuffle(values: npt.NDArray[Any], cut: int, random: np.random.RandomState) -> None:
-    """Shuffle what is before `cut`, then, if there is anything, what is after it."""
+    """Shuffle the values before index `cut` and, separately, the values from `cut` on, if any."""
     random.shuffle(values[:cut])
     if cut < len(values):
         random.shuffle(values[cut:])

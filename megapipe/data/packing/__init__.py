@@ -1,4 +1,4 @@
-"""Samples of whole documents, packed so that little of them is padding."""
+"""Samples of whole documents, packed with little padding."""
 
 from megapipe.data.packing.dataset import PackedDataset
 from megapipe.data.packing.index import Packing, PackingRule, open_packing

@@ -1,8 +1,8 @@
-"""Best-fit packing: many pieces of text in few samples (Ding et al., 2404.10830).
+"""Best-fit packing of pieces of documents into few samples (Ding et al., 2404.10830).
 
-Pieces are taken from the longest to the shortest, and each goes to the sample with the least room
-that still takes it. Pieces of equal length are placed at once: a sample with room r takes r // n of
-length n one after the other, since what is left of it is the tightest place for the next.
+Pieces are taken from the longest to the shortest, and each goes to the fullest sample that still
+has room. Pieces of equal length n are placed together: a sample with room for r positions takes r
+// n pieces in a row, since it remains the fullest sample with enough room.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Numbers = npt.NDArray[np.int64]
 
 
 def best_fit(lengths: npt.NDArray[np.integer[Any]], room: int) -> Numbers:
-    """The sample of each piece.
+    """Assign each piece of a document to a sample.
 
     Args:
-        lengths: of the pieces [n], from 1 to `room`.
-        room: length of a sample.
+        lengths: number of positions of each piece [n], from 1 to `room`.
+        room: number of positions of a sample.
 
     Returns:
-        Numbers of samples [n], from 0 on, in the order in which these are opened. Takes about 60
-        bytes a piece.
+        The number of each piece's sample [n]; samples are numbered from 0 in the order in which
+            they are opened. The computation takes about 60 bytes per piece.
     """
     pieces = np.argsort(-lengths.astype(np.int64), kind="stable")
     in_order = lengths[pieces]
     starts = np.flatnonzero(np.diff(in_order, prepend=-1))
     sample_of = np.empty(len(lengths), np.int64)
     open_by_room: dict[int, list[Numbers]] = {}
-    """Samples that have so much room left, in the order in which they came to it."""
+    """Samples by their number of free positions, earliest first."""
     opened = 0
     for start, stop in zip(starts, [*starts[1:], len(pieces)], strict=True):
         length, waiting = int(in_order[start]), pieces[start:stop]
@@ -54,7 +54,8 @@ def _fill(
     waiting: Numbers,
     sample_of: Numbers,
 ) -> Numbers:
-    """Put pieces of one length into samples with so much room left; returns those that wait on."""
+    """Put the pieces `waiting`, all of `length` positions, into samples that have `left` free
+    positions. Return the pieces that did not fit."""
     samples = np.concatenate(open_by_room.pop(left))
     each = left // length
     used = min(-(-len(waiting) // each), len(samples))

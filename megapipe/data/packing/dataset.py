@@ -1,4 +1,4 @@
-"""Samples that are packed documents."""
+"""Samples that consist of packed documents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megapipe.errors import DataError
 
 
 class PackedDataset:
-    """Pieces of documents one after the other, and padding.
+    """Samples that consist of pieces of documents one after the other, then padding.
 
-    In a piece of n positions each token has the one that follows it as its label, so every token of
-    a document but its first is a label exactly once. Padding is a document of its own.
+    In a piece of n positions each token has the next one as its label, so every token of a document
+    except its first is a label exactly once. Padding is a document of its own.
 
     Args:
         file: the documents.
-        packing: which pieces each sample has.
+        packing: the pieces of each sample.
         sequence_length: L.
-        padding: the token id that fills a sample up, which is no label.
+        padding: the token id that fills up a sample; it is not a label.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class PackedDataset:
 
     @property
     def padded(self) -> float:
-        """The share of all positions that is padding."""
+        """Fraction of all positions that are padding."""
         filled = sum(int(some.sum(dtype=np.int64)) for some in self.packing.lengths.parts())
         return 1 - filled / (len(self) * self.sequence_length)
 
     def labelled(self, index: int) -> Sample:
-        """Sample `index`. Raises IndexError if it is not in 0 .. len-1."""
+        """Return sample `index`. Raises IndexError unless it is in 0 .. len-1."""
         pieces = self.pieces(index)
         tokens, labels = (
             np.full(self.sequence_length, self.padding, dtype=np.int64) for _ in range(2)
@@ -61,15 +61,16 @@ class PackedDataset:
         return Sample(tokens, labels, mask, documents)
 
     def pieces(self, index: int) -> list[npt.NDArray[Any]]:
-        """The pieces of a sample, n+1 tokens each for n positions."""
-        starts, lengths = self._places(index)
+        """Return the tokens of each piece of a sample. A piece of n positions has n+1 tokens, as
+        the last position needs a label."""
+        starts, lengths = self._starts_and_lengths(index)
         counts = [length + 1 for length in lengths]
         tokens = self.file.read_runs(starts, counts)
         stops = itertools.accumulate(counts)
         return [tokens[stop - n : stop] for stop, n in zip(stops, counts, strict=True)]
 
-    def place(self, index: int, at: int, *, label: bool) -> str:
-        starts, lengths = self._places(index)
+    def describe_position(self, index: int, at: int, *, label: bool) -> str:
+        starts, lengths = self._starts_and_lengths(index)
         ends = np.cumsum(lengths).tolist()
         piece = bisect.bisect_right(ends, at)
         if piece == len(starts):
@@ -77,8 +78,9 @@ class PackedDataset:
         position = starts[piece] + at - (ends[piece] - lengths[piece]) + label
         return f"position {position} of {self.file.path}"
 
-    def _places(self, index: int) -> tuple[list[int], list[int]]:
-        """Starts and lengths of the pieces of a sample."""
+    def _starts_and_lengths(self, index: int) -> tuple[list[int], list[int]]:
+        """Return, for each piece of a sample, the position of its first token in the file, and its
+        number of positions."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         first, last = self.packing.samples.rows(index, index + 2).tolist()
@@ -87,7 +89,7 @@ class PackedDataset:
         if min(lengths, default=0) < 1 or sum(lengths) > self.sequence_length:
             folder = self.packing.samples.file.path.parent
             raise DataError(
-                f"{folder} is damaged: sample {index} has pieces of {sum(lengths)} positions in "
-                "all: remove it to have it made again"
+                f"{folder} is damaged: sample {index} has pieces of {sum(lengths)} positions "
+                "in total: remove it and it is rebuilt"
             )
         return starts, lengths

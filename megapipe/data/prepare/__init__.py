@@ -1,4 +1,4 @@
-"""Corpora become token files, once, by several processes, and again from where they were killed."""
+"""Tokenization of corpora into token files, by several processes; continues after a kill."""
 
 from megapipe.data.prepare.cache import Prepared, prepare
 

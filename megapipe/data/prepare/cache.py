@@ -1,9 +1,9 @@
-"""Tokenizes a corpus once, into a cache folder that any number of runs share.
+"""Tokenization of a corpus, once, into a cache folder that any number of runs share.
 
-The folder is named by a digest of all that decides its content. Of the processes and nodes that
-share a file system and need the same corpus one prepares it (:mod:`~megapipe.data.prepare.once`).
-If it is killed it leaves nothing that could be taken for a corpus, but the parts that it has
-finished: the next one goes on with them.
+The folder is named by a digest of everything that determines its content. Of the processes and
+nodes that share a file system and need the same corpus, one prepares it
+(:mod:`~megapipe.data.prepare.build_once`). If that process is killed, it leaves no corpus, only
+finished shards, and the next process continues from them.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from megapipe.config.section import Section
 from megapipe.data.corpus import RowParser, identity
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.dataset import SPLITS, Split, Stream
+from megapipe.data.prepare.build_once import build_once
 from megapipe.data.prepare.held_out import divide
-from megapipe.data.prepare.once import build_once
 from megapipe.data.prepare.parts_folder import CorpusShardFolder
 from megapipe.data.prepare.sizes import CorpusSizes
 from megapipe.data.stored import crc_of, write_checksums
@@ -30,35 +30,35 @@ from megapipe.data.tokens.format import bin_of, idx_of
 from megapipe.errors import DataError
 
 _FORMAT = 2
-"""Raised when the same corpus would come out as other token files."""
+"""Version of the cache; increased when the same corpus would give other token files."""
 _INDEX_CRC = ".idx.crc"
 
 
 class Meta(Section):
-    """The content of meta.json in the cache folder."""
+    """Content of ``meta.json`` in the cache folder."""
 
     source: str
-    """`data.source`."""
+    """Value of ``data.source``."""
     tokenizer: str
-    """`data.tokenizer`."""
+    """Value of ``data.tokenizer``."""
     tokenizer_digest: str
     """Digest of the tokenizer."""
     vocab_size: int
-    """Ids of the tokenizer."""
+    """Number of ids of the tokenizer."""
     eod: int
-    """Id of the end mark."""
+    """Id of the EOS token."""
     entropy: float
-    """Unigram entropy of the corpus, both sides and end marks included, in nats per token."""
+    """Unigram entropy of the corpus, with held-out tokens and EOS tokens, in nats per token."""
     train: CorpusSizes
-    """The tokens that are trained on."""
+    """Sizes of the training split."""
     validation: CorpusSizes | None
-    """The tokens that are held out; None: none are."""
+    """Sizes of the held-out split; None: nothing is held out."""
     files: dict[str, int]
-    """Size in bytes of each file of tokens, indices and checksums."""
+    """Bytes of each file of tokens, indices and checksums, by name."""
     tokens: dict[str, str] | None = None
-    """SHA-256, in hex, of the checksums of each token file; None in older caches, without any."""
+    """SHA-256, in hex, of the checksums of each token file; None in caches of older versions."""
     rows: RowCount = Field(default_factory=RowCount)
-    """Rows of JSON and tables, and what of them has no text; older caches do not know it."""
+    """Counts of the rows of JSON and tables, and of rows without text; all 0 in older caches."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Prepared:
     """A tokenized corpus.
 
     Attributes:
-        folder: holds train.bin, train.idx, meta.json, and validation.bin, validation.idx if some of
-            it is held out.
-        digest: SHA-256, in hex, of what decides the content: source, tokenizer and split.
+        folder: has train.bin, train.idx, meta.json, and with a held-out part validation.bin and
+            validation.idx.
+        digest: SHA-256, in hex, of everything that determines the content: source, tokenizer and
+            split.
         meta: sizes and entropy.
     """
 
@@ -77,9 +78,9 @@ class Prepared:
     meta: Meta
 
     def part(self, split: Split) -> Stream | None:
-        """The tokens of a split. Raises DataError if they are damaged."""
-        there = split == "train" or (split == "validation" and self.meta.validation is not None)
-        return Stream.of(TokenFile(self.folder / split)) if there else None
+        """Return the tokens of a split, None if there is none. Raises DataError if damaged."""
+        exists = split == "train" or (split == "validation" and self.meta.validation is not None)
+        return Stream.of(TokenFile(self.folder / split)) if exists else None
 
     @property
     def entropy(self) -> float:
@@ -88,9 +89,9 @@ class Prepared:
 
     @property
     def content(self) -> str:
-        """SHA-256, in hex, of what the corpus came out as: tokens, sizes, entropy and tokenizer. It
-        stays the same where the files of a corpus are moved or copied, and the checksums of an
-        index, which older caches lack, are left out."""
+        """SHA-256, in hex, of the result: tokens, sizes, entropy and tokenizer. It stays the same
+        if the corpus's files are moved or copied. It does not cover an index's checksums, which
+        older caches lack."""
         older = {"tokens"} if self.meta.tokens is None else set()
         files = {name: n for name, n in self.meta.files.items() if not name.endswith(_INDEX_CRC)}
         meta = self.meta.model_copy(update={"files": files})
@@ -101,18 +102,19 @@ class Prepared:
 def prepare(
     config: DataConfig, tokenizer: Encoder, rows: RowParser | None = None, *, progress: bool = True
 ) -> Prepared:
-    """The tokenized corpus of `config`, from the cache if it is there.
+    """Return the tokenized corpus of `config`, from the cache if the cache has it.
 
-    A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
-    has at least one. A corpus of a single document is divided within it, its end held out. Where
-    the share is 0, nothing is.
+    A fraction of the documents, chosen by a hash of a document's number, is held out; training and
+    validation get at least one document each. If the corpus is a single document, the end of the
+    document is held out. With a fraction of 0 nothing is held out.
 
     Args:
-        rows: what is taken of rows, which the digest of `tokenizer` stands for; by default a text.
-        progress: show it, on a terminal.
+        rows: parser that makes documents from rows, which `tokenizer.digest` must cover; default:
+            a parser that takes the text in the field ``data.text_field``.
+        progress: whether to show the progress.
 
     Raises:
-        DataError: the corpus cannot be read, or the cache not written, or what is there is damaged.
+        DataError: the corpus cannot be read, or the cache cannot be written or is damaged.
     """
     digest = _digest(config, tokenizer)
     folder = Path(config.cache, digest)
@@ -122,8 +124,8 @@ def prepare(
             build_once(folder, lambda new: _build(parts, new, digest, progress=progress))
         parts.remove()
     except OSError as error:
-        where = error.filename or config.cache
-        raise DataError(f"cache {where} (data.cache): {error.strerror or error}") from error
+        path = error.filename or config.cache
+        raise DataError(f"cache {path} (data.cache): {error.strerror or error}") from error
     return Prepared(folder, digest, _checked_meta(folder))
 
 
@@ -134,7 +136,7 @@ def _digest(config: DataConfig, tokenizer: Encoder) -> str:
 
 def _checked_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
-    repair = f"remove {folder} to have it made again"
+    repair = f"remove {folder} and it is rebuilt"
     try:
         meta = Meta.model_validate_json(path.read_bytes())
         for name, size in meta.files.items():
@@ -149,7 +151,7 @@ def _checked_meta(folder: Path) -> Meta:
 
 
 def _build(parts: CorpusShardFolder, folder: Path, digest: str, *, progress: bool) -> None:
-    """Fill `folder`, which is there and empty, for a corpus of that digest."""
+    """Fill `folder`, which exists and is empty, with the tokenized corpus."""
     config, tokenizer = parts.config, parts.tokenizer
     divided = divide(parts, folder, progress=progress)
     if _digest(config, tokenizer) != digest:

@@ -1,8 +1,8 @@
-"""Tokenizes a part of a corpus into a token file, with what else is to be known of its documents.
+"""Tokenization of a corpus shard into a token file, with a summary of the documents.
 
-Part 17 is ``000017.bin`` and ``000017.idx``, and ``000017.npz`` with a digest of what it was made
-of, the bytes of text of each document, and how often each token occurs. It is there in full or not
-at all: the index gets its name last.
+Shard 17 becomes the token file ``000017.bin``, ``000017.idx``. The file ``000017.npz`` has a digest
+of the input and the summary: text bytes of each document, and how often each token occurs. A
+tokenized shard is complete or absent, because its ``.idx`` is the last file to get its name.
 """
 
 import hashlib
@@ -15,27 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.data.corpus import CorpusShard, TextChunk
-from megapipe.data.corpus.cutting import LONGEST
 from megapipe.data.corpus.row_count import RowCount
+from megapipe.data.corpus.text_chunks import LONGEST
 from megapipe.data.tokenizer import Encoder
 from megapipe.data.tokens import TokenFile, TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 
 _FORMAT = 1
-"""Raised when the same part would come out otherwise."""
+"""Version of the shards' files; increased when the same shard would give other files."""
 BATCH = 2**20
-"""Characters that are tokenized at a time."""
+"""Number of characters that are tokenized at a time."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Facts of the documents of a part besides their tokens.
+    """Sizes and counts of a shard's d documents with u different tokens.
 
     Attributes:
-        text_bytes: bytes of each document as UTF-8 [d].
-        ids: the tokens that occur, end marks included [u].
-        counts: how often each of them does [u].
-        rows: those that were read, and what of them has no text.
+        text_bytes: size of each document in bytes as UTF-8 [d].
+        ids: the tokens that occur, including EOS tokens [u].
+        counts: how often each of these tokens occurs [u].
+        rows: counts of the rows read, and of rows without text.
     """
 
     text_bytes: npt.NDArray[np.int64]
@@ -45,39 +45,40 @@ class Summary:
 
 
 def prefix_of(folder: Path, number: int) -> Path:
-    """Prefix of the files of part `number`."""
+    """Return the prefix of the files of shard `number`."""
     return folder / f"{number:06}"
 
 
 def finished(prefix: Path, part: CorpusShard) -> Summary | None:
-    """The summary of a part that is there; None if it is not, is damaged, or is another."""
+    """Return the summary of the tokenized shard in the files `prefix`; None if the files are
+    missing or damaged, or were not made from `part`."""
     try:
         TokenFile(prefix)
         with np.load(summary_file(prefix)) as stored:
             if stored["made_of"].item() != _made_of(part):
                 return None
         return read_summary(prefix)
-    except Exception:  # whatever a file that was cut short makes its reader raise
+    except Exception:  # whatever a truncated file makes its reader raise
         return None
 
 
 def read_summary(prefix: Path) -> Summary:
-    """The summary that was stored beside a part. Raises OSError if it is gone."""
+    """Return the summary in a shard's files. Raises OSError if it is missing."""
     with np.load(summary_file(prefix)) as stored:
         arrays = stored["text_bytes"], stored["ids"], stored["counts"]
         return Summary(*arrays, RowCount(*stored["rows"].tolist()))
 
 
 def summary_file(prefix: Path) -> Path:
-    """Where that is stored."""
+    """Return the path of a shard's summary, from the shard's prefix."""
     return prefix.with_name(prefix.name + ".npz")
 
 
 def encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
-    """Tokenize a part into the files of `prefix`; empty documents are left out.
+    """Tokenize a shard into files with `prefix`; empty documents are skipped.
 
     Raises:
-        DataError: a text cannot be read, or its ids are outside the vocabulary.
+        DataError: a text cannot be read, or an id is outside the vocabulary.
         OSError: a file cannot be written.
     """
     working = prefix.with_name(f".{prefix.name}.{uuid.uuid4().hex}")
@@ -95,14 +96,14 @@ def encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
 
 
 def _made_of(part: CorpusShard) -> str:
-    """Digest of what a part is made of, and how."""
+    """Return a digest of a shard's input and of everything that determines its tokens."""
     return hashlib.sha256(repr((_FORMAT, LONGEST, part)).encode()).hexdigest()
 
 
 def _encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     text_bytes: list[int] = []
-    length = nbytes = 0  # of the document that has begun
+    length = nbytes = 0  # of the current document
     end, count = np.array([tokenizer.eod]), RowCount()
     vocab_size = tokenizer.vocab_size
     with TokenWriter(prefix, token_type(vocab_size), vocab_size) as writer:
@@ -114,9 +115,9 @@ def _encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
                 length += len(found)
                 nbytes += len(text.encode())
                 if piece.ends:
-                    if piece.end_mark:
+                    if piece.append_eos:
                         ids.append(end)
-                    lengths.append(length + piece.end_mark)
+                    lengths.append(length + piece.append_eos)
                     text_bytes.append(nbytes)
                     length = nbytes = 0
             together = np.concatenate(ids)
@@ -129,7 +130,7 @@ def _encode(part: CorpusShard, tokenizer: Encoder, prefix: Path) -> Summary:
 
 
 def batches(pieces: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Lists of pieces that have text, each ending where it has the characters of a batch."""
+    """Group text chunks that are not empty into lists of about :data:`BATCH` characters."""
     batch: list[TextChunk] = []
     characters = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Tokenizes a corpus into one token file that the user keeps."""
+"""Tokenization of a whole corpus into one token file, whose name the user chooses."""
 
 import hashlib
 import json
@@ -9,42 +9,42 @@ from megapipe.config.data import DataConfig
 from megapipe.config.section import Section
 from megapipe.data.corpus import identity
 from megapipe.data.corpus.row_count import RowCount
-from megapipe.data.prepare.copies import check_contents
-from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.build_once import build_once
 from megapipe.data.prepare.parts_folder import CorpusShardFolder
+from megapipe.data.prepare.remote_cache import check_contents
 from megapipe.data.prepare.sizes import CorpusSizes, sizes_of
 from megapipe.data.tokenizer import Tokenizer
 from megapipe.data.tokens import TokenWriter
+from megapipe.data.tokens.atomic_files import refuse_existing, rename_noreplace
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
-from megapipe.data.tokens.fresh import give_name, refuse_existing
 from megapipe.data.tokens.join import join
 from megapipe.errors import DataError
 
 
 class TokenFileMeta(Section):
-    """A token file of a whole corpus."""
+    """Description of a token file that contains a whole corpus."""
 
     mark: str
-    """Digest of the corpus and the tokenizer."""
+    """Digest that identifies the corpus and the tokenizer."""
     sizes: CorpusSizes
-    """Its sizes."""
+    """Sizes of the corpus."""
     entropy: float
     """Unigram entropy, in nats per token."""
     rows: RowCount
-    """Rows of JSON and tables, and what of them has no text."""
+    """Counts of the rows of JSON and tables, and of rows without text."""
 
 
 def prepare_file(
     config: DataConfig, tokenizer: Tokenizer, prefix: Path, *, progress: bool = True
 ) -> TokenFileMeta:
-    """Write `prefix`.bin and .idx with all documents of a corpus, in its order.
+    """Write `prefix`.bin and `prefix`.idx with all documents of a corpus, in the corpus's order.
 
-    They are made in a folder beside, which one process at a time has. Work that was cut short is
-    gone on with when the same is asked for again, in the middle of naming the files too.
+    The files are built in a neighbouring folder, by one process at a time, and then renamed. After
+    an interruption, even between the two renames, the same call continues.
 
     Raises:
-        DataError: a file of that name exists, the corpus cannot be read or is empty, or the files
-            cannot be written.
+        DataError: a file with the prefix exists, the corpus cannot be read or is empty, or the
+            files cannot be written.
     """
     mark = _mark(config, tokenizer)
     parts = CorpusShardFolder(prefix.with_name(f".{prefix.name}.{mark}.parts"), config, tokenizer)
@@ -52,7 +52,7 @@ def prepare_file(
     vocab_size = tokenizer.vocab_size
 
     def fill(new: Path) -> None:
-        refuse_existing(prefix)  # another process may have made it while this one waited
+        refuse_existing(prefix)  # another process may have written it while this one waited
         check_contents(config.source, progress=progress)
         whole = parts.fill(progress=progress)
         with TokenWriter(new / "whole", token_type(vocab_size), vocab_size) as writer:
@@ -69,11 +69,11 @@ def prepare_file(
             build_once(folder, fill)
         made = TokenFileMeta.model_validate_json((folder / "made.json").read_bytes())
         for name in (bin_of, idx_of):
-            give_name(name(folder / "whole"), name(prefix))
+            rename_noreplace(name(folder / "whole"), name(prefix))
         shutil.rmtree(folder)
     except OSError as error:
         raise DataError(f"{error.filename or prefix}: {error.strerror or error}") from error
-    if made.mark != mark:  # an earlier start for another corpus had only to name its files
+    if made.mark != mark:  # `folder` was from an interrupted call for another corpus
         refuse_existing(prefix)
     parts.remove()
     return made

@@ -1,4 +1,4 @@
-"""Divides the documents of a corpus into those that are trained on and those that are held out."""
+"""Division of a corpus's documents into a training part and a held-out part."""
 
 import math
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from megapipe.config.data import DataConfig
 from megapipe.data.corpus import TextChunk, is_one_text, pieces
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.order import splitmix64
-from megapipe.data.prepare.copies import check_contents
 from megapipe.data.prepare.encode import encode, read_summary, summary_file
 from megapipe.data.prepare.parts_folder import CorpusShardFolder, unigram_entropy
 from megapipe.data.prepare.progress import Meter, meter
+from megapipe.data.prepare.remote_cache import check_contents
 from megapipe.data.prepare.sizes import CorpusSizes, sizes_of
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import token_type
@@ -25,7 +25,8 @@ from megapipe.errors import DataError
 
 
 class Divided(NamedTuple):
-    """Both sides, the unigram entropy of their tokens in nats per token, and their rows."""
+    """Sizes of the training part and the held-out part (None: nothing is held out), unigram entropy
+    of all tokens in nats per token, and counts of the corpus's rows."""
 
     train: CorpusSizes
     validation: CorpusSizes | None
@@ -34,15 +35,15 @@ class Divided(NamedTuple):
 
 
 def divide(parts: CorpusShardFolder, folder: Path, *, progress: bool) -> Divided:
-    """Write the token files ``train`` and ``validation`` of a corpus in `folder`.
+    """Tokenize a corpus, and write the token files ``train`` and ``validation`` into `folder`.
 
-    A share of the documents, chosen by a hash of their number in the corpus, is held out; each side
-    has at least one. A corpus of a single document is divided within it, its end held out. Where
-    the share is 0 all of it is trained on.
+    A fraction of the documents, chosen by a hash of a document's number, is held out; each part has
+    at least one document. If the corpus is a single document, the end of the document is held out.
+    With a fraction of 0 nothing is held out.
 
     Raises:
-        DataError: the corpus cannot be read, is empty, or has a single character, or row that is
-            no text, to divide.
+        DataError: the corpus cannot be read, is empty, or is too small to divide (a single
+            character, or a single row that is not text).
         OSError: a folder cannot be written.
     """
     check_contents(parts.config.source, progress=progress)
@@ -83,7 +84,8 @@ def divide(parts: CorpusShardFolder, folder: Path, *, progress: bool) -> Divided
 
 
 class HeldOut:
-    """Which of `documents` documents, of which there are two or more, are held out."""
+    """Function that chooses which of `documents` documents, at least 2, are held out: about the
+    fraction `fraction`, at least one, and not all."""
 
     def __init__(self, fraction: float, documents: int) -> None:
         self._below = np.uint64(math.ceil(fraction * 2**64))
@@ -97,7 +99,7 @@ class HeldOut:
         self._of_last = not sides.pop()
 
     def __call__(self, first: int, last: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the documents first .. last-1 is [last - first]."""
+        """Return whether each of the documents first .. last-1 is held out, [last - first]."""
         chosen = self._hashed(first, last)
         if self._of_last is not None and first <= self._last < last:
             chosen[self._last - first] = self._of_last
@@ -109,7 +111,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class _Share:
-    """Characters start .. stop-1 of a corpus of one document."""
+    """Characters start .. stop-1 of a corpus that is one document."""
 
     config: DataConfig
     start: int

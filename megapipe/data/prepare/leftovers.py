@@ -1,9 +1,10 @@
-"""Removes what killed preparations have left in a folder, whatever it was that they prepared.
+"""Removal of the folders that killed preparations (of corpora, indices, copies) have left.
 
-A preparation clears its own name when it ends; one that was killed may never be asked for again. So
-whoever prepares something looks at the other names too, and so does a run that finds its corpus
-prepared. To remove something it first owns the name, as if it prepared that itself
-(:mod:`megapipe.data.prepare.once`): nobody begins with it meanwhile.
+A preparation removes leftovers under the name of its own folder. But after a kill nobody may ever
+prepare that name again. So every preparation also checks the other names, and so does a run that
+finds its corpus prepared. Before a process removes a leftover, it takes ownership of the name, as
+if it prepared that name itself (:mod:`megapipe.data.prepare.build_once`), so that no other process
+starts to prepare it meanwhile.
 """
 
 from __future__ import annotations
@@ -16,38 +17,41 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from megapipe.text import count_noun
 from megapipe.util import heartbeat
 from megapipe.util.heartbeat import attempts, beating
-from megapipe.words import count_noun
 
 MAKER = "maker"
-"""The file in a maker's folder that says who it is."""
+"""Name of the heartbeat file in an unfinished folder. It identifies the folder's maker, the process
+that fills the folder."""
 SILENT_S = 24 * 3600.0
-"""Seconds after its last sign of life after which a maker on another machine, or one that did not
-say who it is, is taken for gone."""
+"""Seconds without a heartbeat after which a maker counts as gone, if it is on another machine or
+unidentified."""
 KEPT_S = 7 * 24 * 3600.0
-"""Seconds that finished parts are kept for a preparation that goes on with them."""
+"""Seconds for which finished shards are kept, so that a preparation may continue from them."""
 
 _LEFT = re.compile(r"\.(.+)\.\d+"), re.compile(r"\.((?:remote-)?[0-9a-f]+)\.parts")
-"""Names of folders that makers were working in, and of finished parts."""
+"""Patterns of the names of makers' folders, and of folders with finished shards."""
 _OWN_NAME = re.compile(r"(packing-|remote-)?[0-9a-f]{32,64}")
-"""Names that are given here and hardly by a user."""
+"""Names that this package gives to folders in the cache; a user is unlikely to choose one."""
 
 
 def remove_leftovers(cache: Path, note: Callable[[str], None], but: str = "") -> None:
-    """Remove what processes that are gone have left in `cache`, which may not be there, except
-    under the name `but`.
+    """Remove the leftovers of killed processes in `cache`, which need not exist. Leftovers of the
+    folder named `but` stay.
 
-    Unfinished folders go at once if their maker was of this machine; parts when what they were for
-    is there, or after a week. One line is noted if there was anything.
+    Unfinished folders are removed at once if their maker ran on this machine and has ended, and
+    after a day without a heartbeat otherwise. Finished shards are removed when the folder that was
+    made from them exists, or after a week. `note` is called with one line of text if anything was
+    removed.
     """
     sizes: list[int] = []
-    with contextlib.suppress(OSError):  # nothing depends on it
+    with contextlib.suppress(OSError):  # cleaning up is optional
         matches = (kind.fullmatch(name) for name in os.listdir(cache) for kind in _LEFT)
         names = sorted({match[1] for match in matches if match} - {but})
         now = _now(cache) if names else 0.0
         for name in names:
-            with contextlib.suppress(OSError):  # others may be at it
+            with contextlib.suppress(OSError):  # other processes may be removing it
                 sizes += _remove(cache / name, now)
     if sizes:
         note(
@@ -57,13 +61,14 @@ def remove_leftovers(cache: Path, note: Callable[[str], None], but: str = "") ->
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock that gives all files there their times."""
+    """Return the present time by the clock that sets the file times in `folder`."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
 
 
 def _remove(folder: Path, now: float) -> list[int]:
-    """Remove what is left of `folder`, unless somebody makes it: bytes of each thing removed."""
+    """Remove the leftovers of `folder`, unless a process is building `folder`. Return the number of
+    bytes of each removed leftover."""
     number = _unowned(folder, now)
     if number is None:
         return []
@@ -73,7 +78,7 @@ def _remove(folder: Path, now: float) -> list[int]:
     own = folder.with_name(f".{folder.name}.{number + 1}")
     try:
         own.mkdir()
-    except FileExistsError:  # somebody has just begun with it
+    except FileExistsError:  # another process has just started to build it
         return []
     try:
         with beating(own / MAKER):
@@ -91,8 +96,8 @@ def _remove(folder: Path, now: float) -> list[int]:
 
 
 def _unowned(folder: Path, now: float, but: Path | None = None) -> int | None:
-    """The number of the last attempt to make `folder`, 0 without any; None if one of them, `but`
-    left out, may have a maker."""
+    """Return the largest N of the unfinished folders ``.NAME.N`` for `folder`, 0 if there are none.
+    Return None if a process may still be filling one of them other than `but`."""
     last = 0
     for number, path in attempts(folder):
         if path != but and not _is_gone(path, folder.name, now):
@@ -102,7 +107,7 @@ def _unowned(folder: Path, now: float, but: Path | None = None) -> int | None:
 
 
 def _is_gone(attempt: Path, name: str, now: float) -> bool:
-    """Whether an unfinished folder is certainly nobody's."""
+    """Whether the unfinished folder `attempt` for the folder `name` certainly has no live maker."""
     if not _is_folder(attempt):
         return False
     owner = heartbeat.read(attempt / MAKER)
@@ -122,5 +127,5 @@ def _is_folder(path: Path) -> bool:
 
 
 def _silence(folder: Path, now: float) -> float:
-    """Seconds since something in it was made or renamed, as a sign of life is."""
+    """Return the seconds since a name in `folder` last changed; each heartbeat changes one."""
     return now - max(os.lstat(inside).st_mtime for inside, _, _ in os.walk(folder))

@@ -1,4 +1,4 @@
-"""A folder with the parts of a corpus that are tokenized, which outlives the one that fills it."""
+"""A folder with the tokenized shards of a corpus; it outlives the process that fills it."""
 
 import contextlib
 import shutil
@@ -16,25 +16,26 @@ from megapipe.data.prepare.progress import meter
 from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import Encoder
 from megapipe.errors import DataError
-from megapipe.util.beneath import refuse_links
+from megapipe.util.no_symlinks import refuse_links
 
 
 class CorpusTotals(NamedTuple):
-    """Totals of a corpus whose parts are there."""
+    """Totals of a corpus after all its shards are tokenized. `parts` is the number of shards."""
 
     parts: int
     documents: int
     text_bytes: int
-    """Of the documents, as UTF-8."""
+    """Size of the documents in bytes, as UTF-8."""
     entropy: float
     """Unigram entropy, in nats per token."""
     rows: RowCount
-    """Rows that were read, and what of them has no text."""
+    """Counts of the rows read, and of rows without text."""
 
 
 class CorpusShardFolder:
-    """The parts of the corpus of `config` in `folder`, which stands for it, for `tokenizer` and for
-    what is taken of `rows`, by default a text."""
+    """Folder with the tokenized shards of the corpus of `config`. The name of `folder` must
+    identify the corpus, `tokenizer` and the row parser `rows` (default: a parser that takes the
+    text in the field ``data.text_field``)."""
 
     def __init__(
         self, folder: Path, config: DataConfig, tokenizer: Encoder, rows: RowParser | None = None
@@ -45,7 +46,8 @@ class CorpusShardFolder:
         self.rows = rows
 
     def fill(self, *, progress: bool) -> CorpusTotals:
-        """Tokenize what is not there yet; what has been done stays if that fails.
+        """Tokenize the missing shards, and return the totals of all. After a failure finished
+        shards stay.
 
         Raises:
             DataError: the corpus is empty or cannot be read.
@@ -60,7 +62,7 @@ class CorpusShardFolder:
             total = total_bytes(self.config)
             with meter(f"tokenizing {self.config.source}", total, wanted=progress) as shown:
 
-                def step(part: CorpusShard, summary: Summary, was_there: bool) -> None:
+                def step(part: CorpusShard, summary: Summary, was_done: bool) -> None:
                     nonlocal documents, text_bytes
                     its_bytes = int(summary.text_bytes.sum())
                     counts[summary.ids] += summary.counts
@@ -68,26 +70,28 @@ class CorpusShardFolder:
                     text_bytes += its_bytes
                     rows.add(summary.rows)
                     read = its_bytes if total is None else part.source_bytes
-                    shown.advance(read, len(summary.text_bytes), at_once=was_there)
+                    shown.advance(read, len(summary.text_bytes), done_before=was_done)
 
                 found = parts(self.config, self.rows)
-                number = encode_all(found, self.tokenizer, self.folder, self.config.workers, step)
+                number = encode_all(
+                    found, self.tokenizer, self.folder, self.config.tokenizer_workers, step
+                )
             if not documents:
                 self.remove()
                 raise rows.no_text(self.config.source, self.config.text_field)
         finally:
-            with contextlib.suppress(OSError):  # there are parts in it
+            with contextlib.suppress(OSError):  # it is not empty
                 self.folder.rmdir()
         return CorpusTotals(number, documents, text_bytes, unigram_entropy(counts), rows)
 
     def has_changed(self) -> DataError:
         return DataError(
-            f"corpus {self.config.source!r} has changed while it was tokenized: start again when "
-            "it is complete"
+            f"corpus {self.config.source!r} changed while it was tokenized: restart when it "
+            "is complete"
         )
 
     def prefixes(self, whole: CorpusTotals) -> list[Path]:
-        """The prefixes of all parts, in the order of the corpus."""
+        """Return the prefixes of all shards' files, in the order of the corpus."""
         return [prefix_of(self.folder, number) for number in range(whole.parts)]
 
     def remove(self) -> None:
@@ -95,6 +99,6 @@ class CorpusShardFolder:
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Entropy in nats of drawing a token at random from a corpus, given how often each occurs."""
+    """Return the entropy, in nats, of the distribution of tokens with these counts."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

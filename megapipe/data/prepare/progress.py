@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a preparation: a bar on a terminal, otherwise a line now and then."""
 
 import sys
 import time
@@ -21,25 +21,25 @@ from rich.text import Text
 
 FIRST_LINE_S = 10.0
 LINE_EVERY_S = 60.0
-"""Seconds to the first line where there is no terminal, and between later ones."""
+"""Seconds before the first line, and between lines, if there is no terminal."""
 
 
 class Meter(Protocol):
-    """Is told what has been done."""
+    """Receives the amount of work done."""
 
-    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
-        """So many more bytes have been read, and documents found in them; `at_once`: they were
-        there already, and say nothing of the pace."""
+    def advance(self, nbytes: int, documents: int = 0, *, done_before: bool = False) -> None:
+        """Add `nbytes` bytes that were read, and `documents` documents. `done_before`: an earlier
+        start has done this work, so it does not count for the speed."""
 
 
 @contextmanager
 def meter(doing: str, total: int | None, *, wanted: bool = True) -> Iterator[Meter]:
-    """Shows progress on stderr.
+    """Show progress on stderr.
 
     Args:
-        doing: what is done, for the user.
-        total: bytes to read; None where that is not known.
-        wanted: False: show nothing.
+        doing: name of the work, for the user.
+        total: number of bytes to read; None if unknown.
+        wanted: whether to show anything.
     """
     console = Console(stderr=True)
     if not wanted:
@@ -50,11 +50,11 @@ def meter(doing: str, total: int | None, *, wanted: bool = True) -> Iterator[Met
     else:
         lines = _Lines(doing, total)
         yield lines
-        lines.tell_found()
+        lines.report_found()
 
 
 class _Nothing:
-    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
+    def advance(self, nbytes: int, documents: int = 0, *, done_before: bool = False) -> None:
         pass
 
 
@@ -64,7 +64,7 @@ class _Bar:
         self._task = bar.add_task(doing, total=total or None, documents=0)
         self._documents = 0
 
-    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
+    def advance(self, nbytes: int, documents: int = 0, *, done_before: bool = False) -> None:
         self._documents += documents
         self._bar.update(self._task, advance=nbytes, documents=self._documents)
 
@@ -75,28 +75,28 @@ class _Lines:
         self._total = total
         self._began = time.monotonic()
         self._next = self._began + FIRST_LINE_S
-        self._done = self._at_once = 0
+        self._done = self._done_before = 0
         self._documents = 0
-        self._told_found = False
+        self._reported_found = False
 
-    def advance(self, nbytes: int, documents: int = 0, *, at_once: bool = False) -> None:
-        if not at_once:
-            self.tell_found()
+    def advance(self, nbytes: int, documents: int = 0, *, done_before: bool = False) -> None:
+        if not done_before:
+            self.report_found()
         self._done += nbytes
-        self._at_once += nbytes if at_once else 0
+        self._done_before += nbytes if done_before else 0
         self._documents += documents
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LINE_EVERY_S
-            self._tell(self._line(now - self._began))
+            self._print(self._line(now - self._began))
 
-    def tell_found(self) -> None:
-        """Say, once, what was there before anything else was done."""
-        if self._at_once and not self._told_found:
-            self._tell(f"{self._so_far()} were there already")
-        self._told_found = True
+    def report_found(self) -> None:
+        """Print how much an earlier start had finished; a second call prints nothing."""
+        if self._done_before and not self._reported_found:
+            self._print(f"{self._so_far()} were already tokenized")
+        self._reported_found = True
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(f"megapipe: {line}", file=sys.stderr, flush=True)
 
     def _so_far(self) -> str:
@@ -104,7 +104,7 @@ class _Lines:
         return f"{so_far} of {self._total / 1e6:,.0f}" if self._total else so_far
 
     def _line(self, seconds: float) -> str:
-        pace = (self._done - self._at_once) / seconds
+        pace = (self._done - self._done_before) / seconds
         line = self._so_far()
         if self._total:
             left = (self._total - self._done) / pace if pace else float("inf")
@@ -113,7 +113,7 @@ class _Lines:
 
 
 class _Pace(ProgressColumn):
-    """Megabytes a second."""
+    """Column of the progress bar with the speed in megabytes per second."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{(task.finished_speed or task.speed or 0) / 1e6:,.1f} MB/s")

@@ -1,4 +1,4 @@
-"""How much there is of a corpus, or of a part of it."""
+"""Sizes of a corpus or of a split."""
 
 from pathlib import Path
 
@@ -7,20 +7,20 @@ from megapipe.data.tokens import TokenFile
 
 
 class CorpusSizes(Section):
-    """Documents, and what is in them."""
+    """Numbers of documents, tokens and bytes of a corpus or split."""
 
     documents: int
-    """Documents."""
+    """Number of documents."""
     tokens: int
-    """Tokens, the end mark of each document included."""
+    """Number of tokens, including the EOS token of each document."""
     text_bytes: int
-    """Bytes of the text as UTF-8."""
+    """Number of bytes of the text as UTF-8."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
 
 
 def sizes_of(prefix: Path, text_bytes: int) -> CorpusSizes:
-    """Sizes of a token file, whose texts have so many bytes."""
+    """Return the sizes of a token file that was made from `text_bytes` bytes of text."""
     file = TokenFile(prefix)
     return CorpusSizes(
         documents=len(file),

@@ -1,4 +1,4 @@
-"""Arrays in files, of which a process reads what it asks for."""
+"""Arrays in files; a process reads only the rows that it requests."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megapipe.errors import DataError
 Array = npt.NDArray[Any]
 
 AT_ONCE = 2**20
-"""Rows of a part, see :meth:`StoredArray.parts`."""
+"""Number of rows that :meth:`StoredArray.parts` yields at a time."""
 _DENSE = 8
-"""Numbers of rows are looked up in a single range of the file if it has no more rows for each."""
+"""Ratio of the requested rows' range to their number. Below it, the whole range is read."""
 _WINDOW = 512
-"""Rows that are read where one is asked for: its neighbours are often asked for next."""
+"""Number of rows read when one row is requested, as neighbouring rows are often requested next."""
 
 
 class StoredArray:
-    """A read-only array in a file, from byte `offset` on: rows by a number, by a slice without a
-    step, or by an array of numbers [n].
+    """A read-only array in a file, from byte `offset` on. An index is a row number, a slice without
+    a step, or an array of row numbers [n].
 
-    Every read raises DataError where the file was cut or differs from its checksums.
+    Every read raises DataError if the file was truncated or differs from its checksums.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StoredArray:
         self.shape = shape
         self._offset = offset
         self._row = self.dtype.itemsize * math.prod(shape[1:])
-        self._held: Array | None = None
+        self._values: Array | None = None
         self._window: tuple[int, Array] = (0, np.empty(0, self.dtype))
 
     def __len__(self) -> int:
@@ -53,8 +53,8 @@ class StoredArray:
         return self.dtype.itemsize
 
     def __getitem__(self, key: int | slice | Array) -> Any:
-        if self._held is not None:
-            return self._held[key]
+        if self._values is not None:
+            return self._values[key]
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             assert step == 1, "rows are read as they follow one another"
@@ -64,38 +64,39 @@ class StoredArray:
         return self._row_at(operator.index(key))
 
     def rows(self, start: int, stop: int) -> Array:
-        """The rows start .. stop-1. Raises DataError too if there are no such rows."""
+        """Return the rows start .. stop-1. Raises DataError if they are outside the array."""
         if not 0 <= start <= stop <= self.shape[0]:
             raise DataError(
                 f"{self.file.path} has {len(self)} rows, not {start} to {stop}: it, or the file "
                 "that names them, is damaged"
             )
-        if self._held is not None:
-            return self._held[start:stop]
+        if self._values is not None:
+            return self._values[start:stop]
         at = self._offset
         return self._as_rows(self.file.read(at + start * self._row, at + stop * self._row))
 
     def parts(self, start: int = 0, stop: int | None = None) -> Iterator[Array]:
-        """The rows start .. stop-1, by default all, some at a time."""
+        """Yield the rows start .. stop-1 (default: all), at most :data:`AT_ONCE` at a time."""
         stop = len(self) if stop is None else stop
         for first in range(start, stop, AT_ONCE):
             yield self[first : min(first + AT_ONCE, stop)]
 
     def pairs(self, numbers: Array) -> tuple[list[int], list[int]]:
-        """Of an array of integers [N], those at some numbers [n], and those that follow each."""
-        if self._held is not None:
-            return self._held[numbers].tolist(), self._held[numbers + 1].tolist()
+        """Return the values at the indices `numbers` [n] of this one-dimensional array of integers,
+        and the values at the indices `numbers` + 1."""
+        if self._values is not None:
+            return self._values[numbers].tolist(), self._values[numbers + 1].tolist()
         both = self._each(numbers, 2).tolist()
         return both[::2], both[1::2]
 
     @property
-    def held(self) -> bool:
-        """Whether all of it is in memory."""
-        return self._held is not None
+    def is_in_memory(self) -> bool:
+        """Whether the whole array is in memory."""
+        return self._values is not None
 
     def hold(self) -> None:
-        """Read all of it, once."""
-        self._held = self[:]
+        """Read the whole array into memory."""
+        self._values = self[:]
 
     def _row_at(self, number: int) -> Any:
         if not -len(self) <= number < len(self):
@@ -105,7 +106,7 @@ class StoredArray:
         if not 0 <= number - first < len(some):
             first = number - number % _WINDOW
             some = self.rows(first, min(first + _WINDOW, len(self)))
-            self._window = first, some  # at once: other threads may read too
+            self._window = first, some  # one assignment: other threads may read too
         return some[number - first]
 
     def _rows_of(self, numbers: Array) -> Array:
@@ -119,7 +120,7 @@ class StoredArray:
         return self._each(numbers, 1)
 
     def _each(self, numbers: Array, rows: int) -> Array:
-        """So many rows from each number on, one run after the other."""
+        """Return `rows` consecutive rows from each row number in `numbers` on, concatenated."""
         starts = [self._offset + number * self._row for number in numbers.tolist()]
         return self._as_rows(self.file.read_each(starts, [rows * self._row] * len(starts)))
 

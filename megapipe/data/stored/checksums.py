@@ -1,8 +1,8 @@
-"""CRC-32 of each block of a file, in another file beside it, ``.crc``, as ``<u4``.
+"""CRC-32 of each block of 64 KiB of a file, stored in a neighbouring file ``.crc`` as ``<u4``.
 
-So a reader knows that the content is what was written without reading all of it first: a block is
-checked when something in it is first asked for. A block is no more than Linux reads ahead, so that
-the check costs no further reading.
+With checksums a reader knows that it gets what was written, without reading the whole file first: a
+block is checked when something in the block is first requested. A block is at most as long as
+Linux's read-ahead, so the check causes no further reads.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from megapipe.errors import DataError
 from megapipe.launch.open_files import reason
 
 BLOCK = 1 << 16
-"""Bytes of a block; the last one of a file may be shorter."""
+"""Number of bytes that have one checksum; the last block of a file may be shorter."""
 
 
 def crc_of(path: Path) -> Path:
-    """The file of the checksums: ``train.crc`` of ``train.bin``, and of any other the name with
-    ``.crc`` behind it."""
+    """Return the path of a file's checksums: ``train.crc`` for ``train.bin``; for other files
+    ``.crc`` is appended to the name."""
     return path.with_name(path.name.removesuffix(".bin") + ".crc")
 
 
 def write_checksums(path: Path) -> str:
-    """Write the checksums of a file that is complete; their own SHA-256, in hex, which stands for
-    its content. Raises OSError."""
+    """Write the checksums of a complete file; return their SHA-256, in hex, which identifies the
+    file's content. Raises OSError."""
     found = np.fromiter(_crcs(path), "<u4").tobytes()
     with open(crc_of(path), "wb") as file:
         file.write(found)
@@ -45,12 +45,12 @@ def _crcs(path: Path) -> Iterator[int]:
 
 
 class Checksums:
-    """The checksums of a file of `size` bytes, and which of its blocks have been compared.
+    """Checksums of the blocks of a file of `size` bytes, and which blocks have been compared.
 
-    Raises DataError if their own file cannot be read or is not of this size.
+    Raises DataError if the checksum file cannot be read or has the wrong size.
 
     Attributes:
-        content: what :func:`write_checksums` has returned of them.
+        content: SHA-256, in hex, of the checksums, which :func:`write_checksums` has returned.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -71,17 +71,18 @@ class Checksums:
         self.content = hashlib.sha256(found).hexdigest()
         self._checked = bytearray(blocks)
         self._first = self._checked.find(0)
-        """The first block that has not been compared; -1: there is none."""
+        """First block that has not been compared; -1 if all have been."""
 
     def unchecked(self, start: int, stop: int) -> tuple[int, int] | None:
-        """The blocks that bytes start .. stop-1 lie in, as bytes too; None if all were checked."""
+        """Return the byte range of the blocks that contain bytes start .. stop-1; None if all these
+        blocks have been compared."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         if self._first < 0 or self._checked.find(0, first, last) < 0:
             return None
         return first * BLOCK, min(last * BLOCK, self._size)
 
     def all_checked(self, starts: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Whether all blocks have been compared in which some ranges lie."""
+        """Whether all blocks that overlap with the byte ranges have been compared."""
         if self._first < 0:
             return True
         find = self._checked.find
@@ -91,15 +92,15 @@ class Checksums:
         return True
 
     def check(self, start: int, content: memoryview) -> None:
-        """Compare whole blocks, which begin at byte `start`. Raises DataError."""
+        """Compare the whole blocks in `content`, which begins at byte `start`. Raises DataError."""
         for at in range(0, len(content), BLOCK):
             number = (start + at) // BLOCK
             block = content[at : at + BLOCK]
             if not self._checked[number] and zlib.crc32(block) != self._crcs[number]:
                 raise DataError(
-                    f"{self._of} is damaged: bytes {start + at} to {start + at + len(block)} are "
-                    f"not what {self._path.name} says of them: restore the file, or remove its "
-                    "cache folder to have it made again"
+                    f"{self._of} is damaged: bytes {start + at} to {start + at + len(block)} "
+                    f"do not match {self._path.name}: restore the file, or remove its cache "
+                    "folder and it is rebuilt"
                 )
             self._checked[number] = 1
         if self._first >= 0:

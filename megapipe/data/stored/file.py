@@ -1,7 +1,7 @@
-"""Reads of ranges of a file, each of which ends well or in a line.
+"""Reads of byte ranges of a file; a read succeeds or raises a one-line error.
 
-They are made by ``pread`` and not through a memory map: a page of a mapped file that is truncated
-kills the process that touches it by a signal, SIGBUS, without a word.
+Reads use ``pread``, not a memory map: if a process touches a page of a mapped file that was
+truncated, the signal SIGBUS kills it without a message.
 """
 
 import os
@@ -15,12 +15,12 @@ from megapipe.launch.open_files import leave_room, reason
 
 
 class StoredFile:
-    """A file that is open for reading; where there are checksums beside it, they are compared.
+    """A file that is open for reading. If the file has checksums, every read compares them.
 
-    Raises DataError if it cannot be opened, or if its checksums are those of another size.
+    Raises DataError if the file cannot be opened, or if its checksums belong to another size.
 
     Attributes:
-        size: its bytes when it was opened.
+        size: size in bytes when the file was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +36,12 @@ class StoredFile:
 
     @property
     def content(self) -> str | None:
-        """SHA-256, in hex, of the checksums, where there are any: it stands for all bytes."""
+        """SHA-256, in hex, of the checksums, which identifies all bytes; None without checksums."""
         return None if self._checksums is None else self._checksums.content
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """The bytes start .. stop-1. Raises DataError: the file was truncated, cannot be read, or
-        differs from its checksums."""
+        """Return the bytes start .. stop-1. Raises DataError if the file was truncated, cannot be
+        read, or differs from its checksums."""
         blocks = None if self._checksums is None else self._checksums.unchecked(start, stop)
         if self._checksums is None or blocks is None:
             return self._bytes(start, stop)
@@ -51,7 +51,7 @@ class StoredFile:
         return content[start - first : stop - first]
 
     def read_each(self, starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-        """So many bytes from each start, one after the other. Raises as :meth:`read`."""
+        """Return `sizes[i]` bytes from each byte `starts[i]` on, concatenated. Raises DataError."""
         if self._checksums is not None and not self._checksums.all_checked(starts, sizes):
             for start, size in zip(starts, sizes, strict=True):
                 self.read(start, start + size)
@@ -59,7 +59,7 @@ class StoredFile:
             content = b"".join(map(os.pread, repeat(self._handle), sizes, starts))
         except OSError as error:
             raise self._unreadable(error) from error
-        if len(content) != sum(sizes):  # one by one they say what is wrong
+        if len(content) != sum(sizes):  # reading them one by one finds what is wrong
             found = zip(starts, sizes, strict=True)
             return b"".join(self._bytes(start, start + size) for start, size in found)
         return content
@@ -67,7 +67,7 @@ class StoredFile:
     def _bytes(self, start: int, stop: int) -> bytes:
         try:
             content = os.pread(self._handle, stop - start, start)
-            while len(content) < stop - start:  # Linux reads 2 GiB at a time
+            while len(content) < stop - start:  # Linux reads at most 2 GiB at a time
                 more = os.pread(self._handle, stop - start - len(content), start + len(content))
                 if not more:
                     end = os.fstat(self._handle).st_size

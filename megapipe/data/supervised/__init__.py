@@ -1,5 +1,5 @@
-"""Supervised samples: examples of prompts and completions, or of conversations, in which only what
-is to be written counts in the loss."""
+"""Supervised samples, made of examples: prompt and completion, or a conversation. Only the text
+that the model should write counts in the loss."""
 
 from megapipe.data.supervised.corpus import Examples, prepare_examples
 from megapipe.data.supervised.dataset import ExampleDataset, count_too_long

@@ -1,7 +1,7 @@
-"""Examples tokenized once into the cache, as other corpora are: by several processes, in parts.
+"""Examples, tokenized once into the cache like other corpora: by several processes, in shards.
 
-Token i of a vocabulary of V is stored as i where it is a label, and as V + i where it is none: a
-token file holds both, and all that is done with token files is done with these.
+With V token ids in the vocabulary, token i is stored as i if it is a label and as V + i if not. So
+one token file contains tokens and labels, and every operation on token files applies.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from megapipe.config.data import DataConfig
 from megapipe.data.dataset import Split, Stream
 from megapipe.data.prepare import Prepared, prepare
+from megapipe.data.supervised.chat_turns import Template
 from megapipe.data.supervised.markup import encode
 from megapipe.data.supervised.rows import ExampleRows
-from megapipe.data.supervised.turns import Template
 from megapipe.data.tokenizer import Chat, TokenIds, Tokenizer
 from megapipe.errors import DataError
 from megapipe.util.paths import user_path
 
 _FORMAT = 1
-"""Raised when the same examples would come out as other tokens."""
+"""Version of the tokenization; increased when the same examples would get other tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,29 @@ class Examples:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of what decides the content."""
+        """SHA-256, in hex, of everything that determines the examples' content."""
         return self.prepared.digest
 
     @property
     def content(self) -> str:
-        """SHA-256, in hex, of what it came out as."""
+        """SHA-256, in hex, of the tokens; does not depend on where the corpus is stored."""
         return self.prepared.content
 
     @property
     def entropy(self) -> None:
-        """None: that of all tokens says nothing of those that are labels."""
+        """None, as the entropy of all tokens says nothing about the labels."""
 
     def part(self, split: Split) -> Stream | None:
-        """The tokens of a split. Raises DataError if they are damaged."""
+        """Return the tokens of a split. Raises DataError if they are damaged."""
         return self.prepared.part(split)
 
 
 def prepare_examples(
     config: DataConfig, tokenizer: Tokenizer, *, progress: bool = True
 ) -> Examples:
-    """The examples of `config`, from the cache if they are there. Raises as
-    :func:`~megapipe.data.prepare.prepare`, for a row that is none, and for a template that cannot
-    be read."""
+    """Return the tokenized examples of `config`, from the cache if the cache has them. Raises the
+    errors of :func:`~megapipe.data.prepare.prepare`, and DataError for an invalid row or
+    template."""
     rows = ExampleRows(
         config.prompt_field,
         config.completion_field,
@@ -72,8 +72,8 @@ def prepare_examples(
 def template_of(
     config: DataConfig, chat: Chat, named: str = "data.chat_template="
 ) -> Template | None:
-    """The template in ``data.chat_template``, else the tokenizer's; None: there is none. Raises
-    DataError for a file that cannot be read, with its name behind `named`."""
+    """Return the template of ``data.chat_template``, else the tokenizer's template, else None.
+    Raises DataError, with `named` and the path, if the template's file cannot be read."""
     text = chat.template
     if config.chat_template is not None:
         try:
@@ -82,18 +82,19 @@ def template_of(
             raise DataError(f"{named}{config.chat_template}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise DataError(f"{named}{config.chat_template}: not UTF-8 text") from error
-    return None if text is None else Template(text, chat.names, config.train_on)
+    return None if text is None else Template(text, chat.names, config.loss_turns)
 
 
 class ExampleEncoder:
-    """Tokenizes texts with marks; its ids are those that are stored."""
+    """Tokenizes marked texts (:mod:`megapipe.data.supervised.markup`). With V ids in the
+    vocabulary, token i becomes i if it is a label, and V + i if not."""
 
     def __init__(self, tokenizer: Tokenizer, rows: ExampleRows) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = 2 * tokenizer.vocab_size
         self.eod = tokenizer.eod
         chosen = asdict(rows)
-        del chosen["tokenizer"]  # whose digest counts, not its name
+        del chosen["tokenizer"]  # the tokenizer's digest counts, not its name
         what = json.dumps([_FORMAT, tokenizer.digest, chosen], sort_keys=True)
         self.digest = hashlib.sha256(what.encode()).hexdigest()
 

@@ -10,10 +10,10 @@ from megapipe.data.packing import PackedDataset, Packing
 
 
 class ExampleDataset(PackedDataset):
-    """Packed examples, of which only what is to be written is a label.
+    """Packed examples. Only tokens of the text that the model should write are labels.
 
     Args:
-        vocab_size: V; token i is stored as i where it is a label, and as V + i where it is none.
+        vocab_size: V. Token i is stored as i if it is a label, and as V + i if not.
     """
 
     def __init__(
@@ -36,6 +36,6 @@ class ExampleDataset(PackedDataset):
 
 
 def count_too_long(stream: Stream, length: int) -> int:
-    """Examples of a stream that are longer than a sample of `length` positions."""
+    """Count the examples of a stream that are longer than a sample of `length` positions."""
     sizes = stream.file.lengths.parts(stream.sequences.start, stream.sequences.stop)
     return sum(int((some > length + 1).sum()) for some in sizes)

@@ -1,8 +1,8 @@
-"""Texts with marks: what of them is a label, and what is plain whatever it spells.
+"""Texts with marks. A mark says that characters are labels, or that they are plain text even if
+they spell a special token.
 
-The marks are characters that Unicode reserves for such uses inside of a program; they are taken out
-of all that comes from a corpus. So an example is one text on its way from the process that reads it
-to the tokens.
+The marks are characters that Unicode reserves for internal use by programs; they are removed from
+the texts of a corpus before marks are added. So an example is a single text until it is tokenized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megapipe.data.tokenizer import TokenIds, Tokenizer
 
 _PLAIN, _PLAIN_STOP, _COUNTED, _COUNTED_STOP, END = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
-"""END: the end mark of a document."""
+"""Mark characters; END stands for the EOS token of a document."""
 _MARKS = f"{_PLAIN}-{END}"
 _MARK = re.compile(f"[{_MARKS}]")
 _SIDES = re.compile(f"[{_COUNTED}{_COUNTED_STOP}]")
@@ -28,17 +28,17 @@ _SEGMENTS = re.compile(
 
 
 def plain(text: str) -> str:
-    """A text that is tokenized by itself, and none of whose names of tokens is one."""
+    """Mark a text as plain: it is tokenized separately, and names of special tokens are text."""
     return f"{_PLAIN}{_MARK.sub('', text)}{_PLAIN_STOP}"
 
 
 def mark_label(text: str) -> str:
-    """A marked text that is a label."""
+    """Mark a text as a label."""
     return f"{_COUNTED}{text}{_COUNTED_STOP}"
 
 
-def count(text: str, spans: Sequence[tuple[int, int]]) -> str:
-    """A text whose characters in `spans`, which follow one another, are labels."""
+def mark_spans(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """Mark the characters in `spans`, which are in ascending order, as labels."""
     parts, at = [], 0
     for start, stop in spans:
         parts += [text[at:start], mark_label(text[start:stop])]
@@ -47,7 +47,7 @@ def count(text: str, spans: Sequence[tuple[int, int]]) -> str:
 
 
 def sanitized(value: Any, names: Collection[str]) -> Any:
-    """A value of JSON in whose texts `names` of tokens are plain."""
+    """Return a JSON value with all `names` of tokens in its texts marked as plain text."""
     if isinstance(value, str):
         found = _names(tuple(names))
         value = _MARK.sub("", value)
@@ -61,20 +61,20 @@ def sanitized(value: Any, names: Collection[str]) -> Any:
 
 @lru_cache(8)
 def _names(names: tuple[str, ...]) -> re.Pattern[str] | None:
-    """A pattern that finds any of them, the longest first."""
+    """Return a pattern that finds any of the names, longer names first; None without names."""
     if not names:
         return None
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def encode(text: str, tokenizer: Tokenizer) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
-    """Tokens of a marked text [n], and which of them are labels [n]: those that have a character
-    that counts."""
+    """Tokenize a marked text; return the tokens [n], and which tokens are labels [n]. A token is a
+    label if one of its characters is."""
     sides = _SIDES.split(text)
     text = "".join(sides)
     inside = np.repeat(np.arange(len(sides)) % 2, [len(side) for side in sides])
     before = np.concatenate([[0], np.cumsum(inside)])
-    """Characters that count, before each."""
+    """Number of label characters before each character."""
     ids: list[TokenIds] = [np.empty(0, np.int32)]
     labels: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
     for found in _SEGMENTS.finditer(text):

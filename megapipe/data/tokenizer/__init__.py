@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and what `tokenizers`, `transformers` and `tiktoken` load."""
+"""Tokenizers: bytes, and tokenizers that `tokenizers`, `transformers` and `tiktoken` load."""
 
 from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.interface import Chat, Encoder, TokenIds, Tokenizer, TokenOffsets

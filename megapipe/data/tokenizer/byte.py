@@ -1,4 +1,4 @@
-"""Bytes as tokens."""
+"""A tokenizer with bytes as tokens."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8 and, as id 256, the end of a document."""
+    """Tokenizer whose tokens are the bytes of the text in UTF-8; id 256 is the EOS token."""
 
     vocab_size = 257
     eod = 256

@@ -1,4 +1,4 @@
-"""Tokenizers of `tokenizers` and of `transformers`; special tokens spelled out in a text are plain
+"""Tokenizers of `tokenizers` and `transformers`; special tokens spelled out in a text are plain
 text."""
 
 import hashlib
@@ -13,28 +13,28 @@ import numpy as np
 
 from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 from megapipe.errors import DataError
-from megapipe.words import without_surrogates
+from megapipe.text import without_surrogates
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-"""Names of end marks; the first in the vocabulary is taken where a tokenizer declares no eos_token
-or sep_token, as a bare tokenizer.json does not."""
+"""Names of EOS tokens. If a tokenizer declares no eos_token or sep_token (a bare tokenizer.json
+cannot), the first of these names that is in the vocabulary is used."""
 
 MOST_IDS = 2**24
-"""More than any vocabulary has. `tokenizers` notes every id below the largest that no token has,
-and ends the process where that takes more memory than there is."""
+"""Upper limit of ids, above any real vocabulary. `tokenizers` records every unused id below the
+largest one, and without enough memory the process dies."""
 
 
 class FastTokenizer:
     """A tokenizer of `tokenizers`.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``, which this object has for itself.
-        name: how the user called it, for messages.
-        declared: ids that may end a document, the first that is not None is taken.
-        chat: how it writes conversations; by default it knows but the name of its end mark.
+        backend: a ``tokenizers.Tokenizer`` that no other object uses.
+        name: the tokenizer's name in the configuration, for messages.
+        declared: candidates for the id of the EOS token; the first that is not None is used.
+        chat: how the tokenizer renders conversations; default: no template, only its EOS token.
 
     Raises:
-        DataError: the tokenizer has no token that ends a document.
+        DataError: the tokenizer has no EOS token.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class FastTokenizer:
         self.digest = hashlib.sha256(f"{self.eod} {backend.to_str()}".encode()).hexdigest()
         backend.encode_special_tokens = True
         opened = backend.encode("a")
-        marks = zip(opened.ids, opened.special_tokens_mask, strict=True)
-        self.bos_tokens = tuple(token for token, mark in takewhile(lambda pair: pair[1], marks))
+        flagged = zip(opened.ids, opened.special_tokens_mask, strict=True)
+        self.bos_tokens = tuple(
+            token for token, is_special in takewhile(lambda pair: pair[1], flagged)
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.backend.encode_special_tokens = True  # which its copy has forgotten
+        self.backend.encode_special_tokens = True  # lost when it was pickled
 
     def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
@@ -89,10 +91,10 @@ class SlowTokenizer:
 
     Args:
         tokenizer: a ``transformers.PreTrainedTokenizerBase``.
-        name: how the user called it, for messages.
+        name: the tokenizer's name in the configuration, for messages.
 
     Raises:
-        DataError: the tokenizer has no token that ends a document.
+        DataError: the tokenizer has no EOS token.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -123,8 +125,8 @@ class SlowTokenizer:
 
     def encode_rendered(self, text: str) -> TokenOffsets:
         raise DataError(
-            f"tokenizer {self.name!r} is written in Python and does not tell the places of its "
-            "tokens, which chats need: expected one that has a tokenizer.json"
+            f"tokenizer {self.name!r} is written in Python and does not report character "
+            "offsets, which chats need: expected a tokenizer with a tokenizer.json"
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -135,8 +137,8 @@ class SlowTokenizer:
 
 
 def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
-    """A ``transformers.PreTrainedTokenizerBase`` that the user calls `name`. Raises DataError if it
-    has no token that ends a document."""
+    """Wrap a ``transformers.PreTrainedTokenizerBase``; `name`: its name in the configuration, for
+    messages. Raises DataError if it has no EOS token."""
     if not tokenizer.is_fast:
         return SlowTokenizer(tokenizer, name)
     from tokenizers import Tokenizer
@@ -147,7 +149,7 @@ def of_transformers(tokenizer: Any, name: str) -> FastTokenizer | SlowTokenizer:
 
 
 def _size(vocab: dict[str, int], name: str) -> int:
-    """Ids of a vocabulary, by its largest. Raises DataError for one that no vocabulary has."""
+    """Return the size of a vocabulary: the largest id + 1. Raises DataError above MOST_IDS."""
     token = max(vocab, key=vocab.__getitem__, default=None)
     size = 0 if token is None else vocab[token] + 1
     if size > MOST_IDS:
@@ -158,7 +160,7 @@ def _size(vocab: dict[str, int], name: str) -> int:
 
 
 def _added(tokens: dict[int, Any]) -> tuple[dict[str, int], frozenset[str]]:
-    """Ids of added tokens by their names, and those names that are special."""
+    """Return the ids of added tokens by name, and the names of the special tokens among them."""
     special = frozenset(token.content for token in tokens.values() if token.special)
     return {token.content: number for number, token in sorted(tokens.items())}, special
 

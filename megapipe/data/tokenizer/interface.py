@@ -1,4 +1,4 @@
-"""The interface that a tokenizer has to have."""
+"""The interfaces of tokenizers."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ TokenIds = npt.NDArray[np.integer[Any]]
 
 
 class TokenOffsets(NamedTuple):
-    """Tokens of a text, and the characters that each stands for."""
+    """Tokens of a text, and each token's range of characters."""
 
     ids: TokenIds
-    """[n]."""
+    """Token ids [n]."""
     starts: npt.NDArray[np.int64]
-    """[n]."""
+    """Index of each token's first character [n]."""
     stops: npt.NDArray[np.int64]
-    """[n], behind the last one."""
+    """Index of the character after each token's last one [n]."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How a tokenizer writes conversations."""
+    """How a tokenizer renders conversations: its chat template, and texts for the template."""
 
     template: str | None = None
-    """In Jinja, as `transformers` renders it."""
+    """Template in Jinja, as `transformers` renders it."""
     names: dict[str, str] = field(default_factory=dict)
-    """Texts that it may ask for, such as that of ``eos_token``."""
+    """Texts that the template may use, by name, for example ``eos_token``."""
 
 
 class Encoder(Protocol):
@@ -36,46 +36,47 @@ class Encoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids run from 0 to vocab_size - 1."""
+        """Size of the vocabulary; ids run from 0 to vocab_size - 1."""
 
     @property
     def eod(self) -> int:
-        """The id that ends a document; no text encodes to it."""
+        """Id of the EOS token, which ends a document; no text is encoded to it."""
 
     @property
     def digest(self) -> str:
-        """Hex digest of all that decides which ids a text gets."""
+        """Hex digest of everything that determines the ids of a text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text [n]; may use several threads. A lone surrogate is read as "?"."""
+        """Return the ids of each text [n]; may use threads. A lone surrogate is read as "?"."""
 
 
 class Tokenizer(Encoder, Protocol):
-    """The interface of a tokenizer, as far as the package uses it."""
+    """The methods of a tokenizer that megapipe uses."""
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """Ids of tokens by names such as ``<|im_end|>``, beside those that texts are made of."""
+        """Ids of added tokens by name, for example ``<|im_end|>``."""
 
     @property
     def reserved(self) -> Collection[str]:
-        """Those of these names that are plain text to :meth:`encode`."""
+        """Names among :attr:`added_tokens` that :meth:`encode` treats as plain text: the special
+        tokens."""
 
     @property
     def chat(self) -> Chat:
-        """Of conversations."""
+        """The tokenizer's chat template, and the texts that the template may use."""
 
     @property
     def bos_tokens(self) -> tuple[int, ...]:
-        """Tokens that it puts before a text unless it is told not to, such as ``<s>``; those of a
-        run never have them."""
+        """Tokens that the tokenizer prepends to a text by default, for example ``<s>``; megapipe
+        never adds them in a run."""
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of a text [n], without marks at its ends."""
+        """Return the ids of a text [n], without BOS and EOS tokens."""
 
     def encode_rendered(self, text: str) -> TokenOffsets:
-        """Tokens of what a chat template has written, in which every name of
-        :attr:`added_tokens` is its token. Raises DataError if their places are not to be had."""
+        """Tokenize the output of a chat template; each name in :attr:`added_tokens` becomes that
+        token. Raises DataError if the tokenizer cannot tell which characters belong to a token."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of some ids; special tokens and incomplete characters do not make it fail."""
+        """Return the text of `ids`; special tokens and incomplete characters cause no error."""

@@ -1,4 +1,4 @@
-"""The tokenizer that a name stands for."""
+"""Loading of a tokenizer by name."""
 
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,19 @@ from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.data.tokenizer.interface import Tokenizer
 from megapipe.errors import DataError
+from megapipe.text import one_line
 from megapipe.util.paths import exists, is_file, user_path
-from megapipe.words import one_line
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """Return the tokenizer with the name `name`, as in ``data.tokenizer``.
 
-    ``byte``, a tokenizer.json, a folder that `transformers` can load, ``tiktoken:NAME``, or a name
-    on the Hugging Face hub (a local copy is used where there is one). Code that comes with a
-    tokenizer is never run.
+    The name is ``byte``, a tokenizer.json, a folder that `transformers` can load,
+    ``tiktoken:NAME``, or a name on the Hugging Face hub (a local copy is used if there is one).
+    Code that comes with a tokenizer is never run.
 
     Raises:
-        DataError: it does not exist, cannot be loaded, or has no end-of-document token.
+        DataError: the tokenizer does not exist, cannot be loaded, or has no EOS token.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -44,7 +44,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _auto(name: str, path: Path) -> Any:
-    """The tokenizer that `transformers` makes of a folder, or of a name on the hub."""
+    """Load a tokenizer with `transformers`, from a folder or by its name on the hub."""
     with phase("loading transformers"):
         from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Encodings of OpenAI's `tiktoken`, where that package is installed."""
+"""Encodings of OpenAI's `tiktoken`, if that package is installed."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 from megapipe.data.tokenizer.interface import Chat, TokenIds, TokenOffsets
 from megapipe.errors import DataError
-from megapipe.words import one_line, without_surrogates
+from megapipe.text import one_line, without_surrogates
 
 PREFIX = "tiktoken:"
 
@@ -55,14 +55,13 @@ class TiktokenTokenizer:
     def _bytes(self, token: int) -> bytes:
         try:
             found: bytes = self.encoding.decode_single_token_bytes(token)
-        except KeyError:  # ids that no token has
+        except KeyError:  # ids without a token
             return b""
         return found
 
 
 def load(name: str) -> TiktokenTokenizer:
-    """The encoding called ``tiktoken:NAME``. Raises DataError if it is not to be had, or has no
-    token that ends a document."""
+    """Load the encoding ``tiktoken:NAME``. Raises DataError if it fails or has no EOS token."""
     try:
         import tiktoken
     except ImportError:

@@ -1,4 +1,4 @@
-"""Documents of some token files, one after another, in another."""
+"""Copying of selected documents from several token files into one token file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,27 +11,27 @@ from megapipe.data.tokens.reader import TokenFile
 from megapipe.data.tokens.writer import TokenWriter
 
 AT_ONCE = 2**18
-"""Documents that are looked at at a time."""
+"""Number of documents processed at a time."""
 
 DocumentFilter = Callable[[int, int], npt.NDArray[np.bool_]]
-"""Which of the documents from one number up to another are taken; numbers count through all files.
-"""
+"""Function of first and last. It returns whether to copy each of the documents first .. last-1,
+[last - first]; documents are numbered over all files."""
 
 
 class Documents(NamedTuple):
-    """Some documents of a file that follow one another."""
+    """Consecutive documents of a token file."""
 
     file: TokenFile
     first: int
-    """Number of the first in its file."""
+    """Number of the first document, counted within its file."""
     last: int
-    """Number of the one after the last."""
+    """Number of the document after the last one, counted within its file."""
     number: int
-    """Number of the first in all files."""
+    """Number of the first document, counted over all files."""
 
 
 def documents(prefixes: Sequence[Path]) -> Iterator[Documents]:
-    """All documents of the files, some at a time; one file is open at a time."""
+    """Yield all documents of the files, many at a time; one file is open at a time."""
     number = 0
     for prefix in prefixes:
         file = TokenFile(prefix)
@@ -42,7 +42,7 @@ def documents(prefixes: Sequence[Path]) -> Iterator[Documents]:
 
 
 def copy(some: Documents, writer: TokenWriter, choice: DocumentFilter | None = None) -> None:
-    """Append those of `some` that are chosen, by default all."""
+    """Append to `writer` the documents of `some` that `choice` selects; default: all."""
     if choice is None:
         runs = [(some.first, some.last)]
     else:
@@ -56,13 +56,14 @@ def copy(some: Documents, writer: TokenWriter, choice: DocumentFilter | None = N
 def join(
     prefixes: Sequence[Path], writer: TokenWriter, choice: DocumentFilter | None = None
 ) -> None:
-    """Append the chosen documents of the files to `writer`. Raises what reading and writing do."""
+    """Append the documents that `choice` selects (default: all) from several files to `writer`.
+    Raises reading and writing errors."""
     for some in documents(prefixes):
         copy(some, writer, choice)
 
 
 def _copy_run(file: TokenFile, first: int, last: int, writer: TokenWriter) -> None:
-    """Append documents first .. last-1."""
+    """Append documents first .. last-1 of a file to `writer`."""
     boundaries = file.documents[first : last + 1]
     start, stop = file.starts(boundaries[[0, -1]]).tolist()
     lengths = file.lengths[boundaries[0] : boundaries[-1]]

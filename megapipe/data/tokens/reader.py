@@ -1,4 +1,4 @@
-"""Reads token files: tokens and index alike by ranges, as they are asked for."""
+"""Reading of token files: only the requested ranges of tokens and of the index are read."""
 
 import operator
 import stat
@@ -14,18 +14,19 @@ from megapipe.errors import DataError
 from megapipe.launch.open_files import reason
 
 _AT_ONCE = 2**20
-"""Documents whose lengths are computed at a time."""
+"""Number of documents whose lengths are computed at a time."""
 
 
 class TokenFile:
-    """A token file, after a look at the sizes of its two parts and at the ends of the index.
+    """A token file, opened after a check of both files' sizes and of the index's first and last
+    entries.
 
-    A process loads only what it asks for, and the processes of a node share the system's copy of
-    it. What is between the ends is for :mod:`megapipe.data.tokens.verify` to read.
+    A process loads only what it requests, and the processes of a node share the page cache. Only
+    :mod:`megapipe.data.tokens.verify` checks the other entries.
 
     Attributes:
         tokens: all ids of the file as one stream [T], in the file's own type.
-        lengths: tokens of each sequence [S].
+        lengths: number of tokens of each sequence [S].
         offsets: byte offset of each sequence [S].
         documents: first sequence of each document, and S at the end [documents + 1].
 
@@ -39,7 +40,7 @@ class TokenFile:
         header = _header(self.index_path)
         sequences = header.sequences
         index, at = StoredFile(self.index_path), HEADER.size
-        index.read(0, at)  # as its checksum says
+        index.read(0, at)  # compares the header with its checksum
         self.lengths = StoredArray(index, "<i4", at, (sequences,))
         self.offsets = StoredArray(index, "<i8", at + 4 * sequences, (sequences,))
         self.documents = StoredArray(index, "<i8", at + 12 * sequences, (header.boundaries,))
@@ -57,17 +58,18 @@ class TokenFile:
         self.tokens = StoredArray(StoredFile(self.path), header.dtype, 0, (length,))
 
     def __len__(self) -> int:
-        """Documents."""
+        """Return the number of documents."""
         return len(self.documents) - 1
 
     @property
     def contents(self) -> tuple[str | None, str | None]:
-        """SHA-256, in hex, for all bytes of tokens and of the index; None of one without
-        checksums."""
+        """SHA-256, in hex, of all bytes of the ``.bin`` and of the ``.idx``; None for a file
+        without checksums."""
         return self.tokens.file.content, self.lengths.file.content
 
     def read(self, start: int, stop: int) -> Ids:
-        """The tokens start .. stop-1 [stop - start]; where there are checksums, they are compared.
+        """Return the tokens start .. stop-1 [stop - start], after a comparison with checksums, if
+        any.
 
         Raises:
             DataError: there are no such tokens, the file was truncated, or a checksum differs.
@@ -78,7 +80,7 @@ class TokenFile:
         return np.frombuffer(self.tokens.file.read(start * size, stop * size), self.tokens.dtype)
 
     def read_runs(self, starts: Sequence[int], counts: Sequence[int]) -> Ids:
-        """So many tokens from each start, one run after the other. Raises as :meth:`read`."""
+        """Return `counts[i]` tokens from each `starts[i]` on, concatenated. Raises DataError."""
         size = self.tokens.itemsize
         ends = map(operator.add, starts, counts)
         if min(starts) < 0 or min(counts) < 0 or max(ends) > len(self.tokens):
@@ -90,24 +92,25 @@ class TokenFile:
         return DataError(f"{self.index_path} is damaged: it names tokens outside {self.path}")
 
     def starts(self, boundaries: Ids) -> npt.NDArray[np.int64]:
-        """The token [n] that each of the sequences [n], of 0 .. S, begins with. Raises DataError if
-        the index has no such sequence, or a place outside the file."""
+        """Return the position of the first token of each sequence in `boundaries` [n], values 0 ..
+        S. Raises DataError if the index has no such sequence, or a position outside the file."""
         if len(boundaries) and not 0 <= boundaries.min() <= boundaries.max() <= len(self.lengths):
             raise self._lacks()
         starts = np.full(len(boundaries), len(self.tokens), np.int64)
         inside = boundaries < len(self.lengths)
         starts[inside] = self.offsets[boundaries[inside]] // self.tokens.dtype.itemsize
         if len(starts) and not 0 <= starts.min() <= starts.max() <= len(self.tokens):
-            raise DataError(f"{self.index_path} is damaged: a sequence outside {self.path}")
+            raise DataError(f"{self.index_path} is damaged: a sequence is outside {self.path}")
         return starts
 
     def spans(self, sequences: Ids) -> tuple[list[int], list[int]]:
-        """The token that each of some sequences [n] begins with, and how many it has: up to where
-        the next one begins. Raises as :meth:`starts`."""
+        """Return, for each sequence in `sequences` [n], the position of its first token and its
+        number of tokens. A sequence ends where the next begins. Raises DataError if the index has
+        no such sequence, or a position outside the file."""
         listed, last = sequences.tolist(), len(self.lengths) - 1
         if not 0 <= min(listed) <= max(listed) <= last:
             raise self._lacks()
-        if last in listed:  # none is next
+        if last in listed:  # the last sequence has no next one
             starts, stops = (self.starts(some).tolist() for some in (sequences, sequences + 1))
         else:
             size = self.tokens.itemsize
@@ -115,10 +118,10 @@ class TokenFile:
         return starts, [stop - start for start, stop in zip(starts, stops, strict=True)]
 
     def _lacks(self) -> DataError:
-        return DataError(f"{self.index_path} is damaged: a document of sequences that it lacks")
+        return DataError(f"{self.index_path} is damaged: a document has sequences that it lacks")
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Tokens of each document, some documents at a time [n]. Raises as :meth:`starts`."""
+        """Yield the number of tokens of each document, in arrays [n]. Raises DataError."""
         for first in range(0, len(self), _AT_ONCE):
             yield np.diff(self.starts(self.documents[first : first + _AT_ONCE + 1]))
 
@@ -136,7 +139,7 @@ def _header(path: Path) -> Header:
 
 
 def _file_size(path: Path) -> int:
-    """Bytes of a file that is there, is a file, and may be read."""
+    """Return a file's size in bytes. Raises DataError unless it is regular and readable."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer

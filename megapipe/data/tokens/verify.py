@@ -1,5 +1,5 @@
-"""Reads all of a token file: every sequence where it should be, every id in the vocabulary, every
-block as its checksum says where there are checksums."""
+"""Full check of a token file: every sequence starts where the previous one ends, every id is in the
+vocabulary, and every block equals its checksum, if there are checksums."""
 
 from collections.abc import Callable
 
@@ -9,20 +9,21 @@ from megapipe.data.tokens.reader import TokenFile
 from megapipe.errors import DataError
 
 AT_ONCE = 2**20
-"""Sequences, documents and tokens that are checked at a time."""
+"""Number of sequences, documents and tokens checked at a time."""
 
 
 def verify(
     file: TokenFile, vocab_size: int | None = None, step: Callable[[int], None] | None = None
 ) -> None:
-    """Check that sequences follow one another, documents cover them in order, and ids fit.
+    """Check that sequences are consecutive, documents cover them in order, and ids are in the
+    vocabulary.
 
     Args:
-        vocab_size: ids must be from 0 to it less 1; None: they are not read.
-        step: is told of so many more bytes read.
+        vocab_size: number of ids, 0 .. vocab_size-1; None: ids are not read.
+        step: called with the number of bytes read since its previous call.
 
     Raises:
-        DataError: what is wrong first, and where.
+        DataError: the file is damaged; the message has the first error and its place.
     """
     _verify_sequences(file)
     _verify_documents(file)

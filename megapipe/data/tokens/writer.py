@@ -1,4 +1,4 @@
-"""Writes token files in memory that does not grow with them."""
+"""Writing of token files with constant memory."""
 
 import os
 import tempfile
@@ -14,22 +14,22 @@ from megapipe.data.tokens.format import LONGEST_SEQUENCE, Header, Ids, bin_of, i
 from megapipe.errors import DataError
 
 PIECE = 2**20
-"""Tokens, and sequences of an index, that are written at a time."""
+"""Number of tokens, or of sequences in the index, written at a time."""
 _CLOSED_AT_ONCE = 4096
 
 
 class TokenWriter:
     """Writes `prefix`.bin document by document, and `prefix`.idx when closed without an error.
 
-    Lengths and boundaries wait in nameless files beside, as their number is known at the end.
+    Lengths and boundaries are in temporary files until the end, when their number is known.
 
     Args:
         prefix: path of both files without their suffix.
         dtype: type of the tokens, one of :data:`~megapipe.data.tokens.format.DTYPES`.
-        vocab_size: ids must be below it; by default any that `dtype` can hold.
+        vocab_size: upper limit of ids, exclusive; default: any id that `dtype` can hold.
 
     Attributes:
-        documents, sequences, tokens: what has been written; complete when it is closed.
+        documents, sequences, tokens: numbers written so far; complete after closing.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], vocab_size: int | None = None) -> None:
@@ -41,7 +41,7 @@ class TokenWriter:
         self.sequences = 0
         self.tokens = 0
         self._waiting: list[int] = []
-        """Lengths of documents that were added one by one, and are not counted yet."""
+        """Lengths of documents that :meth:`add` has written and that are not counted yet."""
         with ExitStack() as opened:
             self._file = opened.enter_context(open(bin_of(prefix), "wb"))
             self._lengths, self._boundaries = (
@@ -51,14 +51,14 @@ class TokenWriter:
         self._boundaries.write(bytes(8))
 
     def add(self, tokens: Ids) -> None:
-        """Appends one document, [n] ids including its end mark. Raises as :meth:`write`."""
+        """Append a document: its ids [n] with the EOS token. Raises DataError for a wrong id."""
         self.write(tokens)
         self._waiting.append(tokens.size)
         if len(self._waiting) == _CLOSED_AT_ONCE:
             self._close_waiting()
 
     def write(self, tokens: Ids) -> None:
-        """Appends ids [n] of documents that are closed afterwards.
+        """Append ids [n]; :meth:`close_documents` or :meth:`close_sequences` must follow.
 
         Raises:
             DataError: an id is outside 0 .. vocab_size-1.
@@ -75,15 +75,16 @@ class TokenWriter:
             self.tokens += ids.size
 
     def _is_outside(self, ids: Ids) -> bool:
-        """Whether an id is below 0 or above the largest."""
+        """Whether an id is below 0 or above the largest allowed id."""
         limits = np.iinfo(ids.dtype)
         if limits.min < 0 and self.largest <= limits.max:
-            # read without a sign, numbers below 0 are above all others: one pass for both ends
+            # as unsigned, negative numbers are above all others: one pass checks both ends
             return bool(ids.view(f"u{ids.dtype.itemsize}").max() > self.largest)
         return bool(ids.min() < 0 or ids.max() > self.largest)
 
     def close_documents(self, lengths: Sequence[int]) -> None:
-        """The next documents [d] have so many of the ids that were written."""
+        """Divide the ids written since the last closed document into documents [d]. `lengths`:
+        number of ids of each document."""
         self._close_waiting()
         sequences = [-(-length // LONGEST_SEQUENCE) for length in lengths]
         if max(sequences, default=1) == 1 == min(sequences, default=1):
@@ -97,7 +98,8 @@ class TokenWriter:
         self.close_sequences(np.asarray(divided, "<i4"), np.asarray(sequences))
 
     def close_sequences(self, lengths: Ids, sequences: Ids) -> None:
-        """The same for sequences [s] of given lengths, and documents [d] of so many of them."""
+        """Divide the ids written since the last closed document into sequences of `lengths` [s]
+        ids, and these sequences into documents: document i has `sequences[i]` of them, [d]."""
         self._close_waiting()
         self._lengths.write(lengths.astype("<i4").tobytes())
         ends = self.sequences + np.cumsum(sequences, dtype="<i8")
@@ -142,7 +144,7 @@ class TokenWriter:
 
 
 def _parts(file: IO[bytes], kind: str) -> Iterator[Ids]:
-    """The numbers in a file, some at a time."""
+    """Yield the numbers stored in a file, many at a time."""
     file.seek(0)
     while content := file.read(PIECE * np.dtype(kind).itemsize):
         yield np.frombuffer(content, kind)

@@ -1,4 +1,4 @@
-"""Options and output that commands share."""
+"""Options and output that the evaluation commands share."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from typing import Any
 
 from megapipe.command_line import Parser
 from megapipe.errors import ConfigError
+from megapipe.text import print_folded
 from megapipe.util import heartbeat
-from megapipe.words import print_folded
 
 
 def add_common(parser: Parser) -> None:
-    """Add the options for batches and output."""
-    parser.add_argument(
-        "--batch", type=int, default=8, help="rows that are read side by side (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print an object in JSON")
+    """Add the options for batch size and output."""
+    parser.add_argument("--batch", type=int, default=8, help="rows per forward (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def batch_of(given: argparse.Namespace) -> int:
-    """Rows side by side; raises :class:`ConfigError`."""
+    """Return the number of sequences in a batch, from ``--batch``. Raises :class:`ConfigError`."""
     if given.batch < 1:
         raise ConfigError(f"--batch {given.batch}: expected at least 1")
     return int(given.batch)
 
 
-def tell_rows(given: argparse.Namespace, lines: Iterable[str]) -> None:
-    """Tell what of the rows of a file was left out or replaced, on the first rank."""
+def report_rows(given: argparse.Namespace, lines: Iterable[str]) -> None:
+    """Print on rank 0 the `lines` on how many input records were left out or changed."""
     if given.mesh.rank == 0:
         for line in lines:
             heartbeat.print_notice(line)
 
 
 def show(given: argparse.Namespace, line: str, found: dict[str, Any]) -> None:
-    """Print a result, on the first rank."""
+    """Print a result on rank 0: `found` as JSON with ``--json``, else `line`."""
     if given.mesh.rank:
         return
     if given.json:

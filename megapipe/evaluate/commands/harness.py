@@ -1,5 +1,5 @@
 """Tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval): its own, or local YAML files.
-Data sets that a task names on the hub are fetched by the harness.
+The harness downloads data sets that a task names on the hub.
 
 example: evaluate.py harness runs/large --tasks lambada_openai,hellaswag --limit 100
          evaluate.py harness runs/large --tasks my_task --include-path my_tasks
@@ -17,22 +17,29 @@ from megapipe.command_line import Parser
 from megapipe.errors import ConfigError, DataError, MegapipeError
 from megapipe.evaluate.commands.arguments import add_common, batch_of, show
 from megapipe.inference.arguments import add_model, model_of
-from megapipe.words import one_line
+from megapipe.text import one_line
 
-PURPOSE = "tasks of lm-evaluation-harness, where it is installed"
+PURPOSE = "run tasks of lm-evaluation-harness (needs lm_eval)"
 
 
 def add(parser: Parser) -> None:
     add_model(parser)
     what = parser.add_argument_group("tasks")
-    what.add_argument("--tasks", required=True, metavar="NAMES", help="with commas between them")
     what.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="of tasks of your own, in YAML"
+        "--tasks", required=True, metavar="NAMES", help="names of tasks, separated by commas"
     )
     what.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples before each (default: the task's)"
+        "--include-path", type=Path, metavar="FOLDER", help="folder with user tasks in YAML"
     )
-    what.add_argument("--limit", type=int, metavar="N", help="of each task the first N alone")
+    what.add_argument(
+        "--num-fewshot",
+        type=int,
+        metavar="N",
+        help="examples before each question (default: the task's)",
+    )
+    what.add_argument(
+        "--limit", type=int, metavar="N", help="evaluate only the first N samples of each task"
+    )
     add_common(parser)
 
 
@@ -74,14 +81,14 @@ def run(given: argparse.Namespace) -> None:
         )
     except (MegapipeError, RuntimeError, KeyboardInterrupt, BrokenPipeError):
         raise
-    except Exception as error:  # whatever a task's data and code raise
+    except Exception as error:  # a task's data and code may raise anything
         raise DataError(f"--tasks {given.tasks}: {one_line(error)}") from error
     results = {} if found is None else found["results"]
     show(given, "\n".join(lines_of(results)), results)
 
 
 def lines_of(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each task: its metrics, each with its standard error where there is one."""
+    """Return a line for each task, with its metrics and, where available, their standard errors."""
     lines = []
     for task, metrics in results.items():
         parts = []

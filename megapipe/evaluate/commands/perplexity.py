@@ -1,8 +1,8 @@
-"""Perplexity and bits per byte of texts. Each token of a document is scored once, given the tokens
-before it in the document, as many as its window has. The first token is scored given what the
-model's texts begin with: in a run the end-of-document token, elsewhere the tokenizer's first token
-(<s>, say) or, if it has none, its end-of-document token. With --no-start it is read and not scored.
-End marks in a token file are tokens of no bytes.
+"""Perplexity and bits per byte of texts. Each token of a document is scored once, given the earlier
+tokens of the document that are in the same window. The first token is scored given the token with
+which the model's texts begin: for a run the end-of-document token, otherwise the tokenizer's start
+token (for example <s>) or, if it has none, its end-of-document token. With --no-start the first
+token is only read. End marks in a token file are tokens without bytes.
 
 example: evaluate.py perplexity runs/latest --data texts.jsonl --stride 128
          evaluate.py perplexity ./Qwen3-0.6B --text "Some text." --json
@@ -17,7 +17,7 @@ from megapipe.command_line import Parser
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.errors import ConfigError
-from megapipe.evaluate.commands.arguments import add_common, batch_of, show, tell_rows
+from megapipe.evaluate.commands.arguments import add_common, batch_of, report_rows, show
 from megapipe.inference.arguments import add_model, model_of, model_phase
 
 PURPOSE = "perplexity and bits per byte of texts or a token file"
@@ -29,23 +29,26 @@ def add(parser: Parser) -> None:
     what.add_argument(
         "--data",
         metavar="SOURCE",
-        help="as data.source: a file or folder of texts, rows or tables, or a token file",
+        help="as data.source: a file or folder of texts, JSONL or tables, or a token file",
     )
     what.add_argument(
-        "--text-field", default="text", metavar="FIELD", help="of rows (default: %(default)s)"
+        "--text-field",
+        default="text",
+        metavar="FIELD",
+        help="field that holds the text in JSONL and tables (default: %(default)s)",
     )
     what.add_argument("--text", action="append", metavar="TEXT", help="a document; may be repeated")
     what.add_argument(
         "--joined",
         action="store_true",
-        help="all documents as one, with end marks between them, as training reads them",
+        help="join all documents, with end marks between them, as training does",
     )
     how = parser.add_argument_group("windows")
     how.add_argument(
         "--stride",
         type=int,
         metavar="N",
-        help="tokens by which a window moves on, at most the context (default: the context)",
+        help="tokens between the starts of two windows, at most the context (default: the context)",
     )
     how.add_argument("--no-start", action="store_true", help="do not score the first token")
     add_common(parser)
@@ -75,5 +78,5 @@ def run(given: argparse.Namespace) -> None:
         found = measure(
             model, documents, stride=given.stride, unconditioned=not given.no_start, batch=batch
         )
-    tell_rows(given, count.lines(given.data, given.text_field))
+    report_rows(given, count.lines(given.data, given.text_field))
     show(given, found.describe(), found.as_json())

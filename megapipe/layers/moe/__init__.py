@@ -1,1 +1,1 @@
-"""Layers with experts: routing, dispatch, products and combine."""
+"""MoE layers: routing, dispatch, expert products and combine."""

@@ -1,9 +1,9 @@
-"""Chunks of experts: some of those of each rank, and how many rows there are for them.
+"""Expert chunks: parts of each rank's experts, computed one after the other, and their row counts.
 
-Chunk i of a layer is the i-th part of the experts of each rank, so that a rank can compute with it
-while the rows of the next one travel. An expert is in one chunk, so its products are the same as
-without chunks. Copies (:mod:`megapipe.layers.moe.replicas`) are a chunk of their own, the last,
-so that their weights may come late. No torch.
+Expert chunk i of a layer is the i-th part of every rank's experts: a rank computes it while the
+rows of expert chunk i + 1 are in flight. An expert is in one chunk, so its products are the same as
+without chunks. Replicas (:mod:`megapipe.layers.moe.replicas`) are the last chunk, so that their
+weights may arrive late. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 TokensPerExpert = Sequence[Sequence[int]]
-"""Rows that each rank of the group has for each of all experts, or of their places on ranks."""
+"""Row counts [rank][expert or slot]: how many rows of a rank's tokens an expert or slot gets."""
 
 
 @dataclass(frozen=True)
 class ExpertChunk:
-    """Some experts of each rank of an expert-parallel group, as one of the ranks sees them."""
+    """One expert chunk of an expert-parallel group, as seen by one rank of the group."""
 
     counts: TokensPerExpert
     of_each: int
-    """Places of a rank, in all chunks: experts, and copies after them."""
+    """Number of slots of a rank (its experts, then its replicas) in all expert chunks together."""
     etp: int
-    """Neighbours in the group with parts of the same experts."""
+    """Number of adjacent ranks of the group that share one expert."""
     experts: slice
-    """Among the places of a rank."""
+    """Range of this chunk's slots among the slots of a rank."""
     token_rows: slice
-    """Among the rows of the tokens here."""
+    """Range of this chunk's rows among the rows of the local tokens."""
     expert_rows: slice
-    """Among the rows of the experts here."""
+    """Range of this chunk's rows among the rows of the local experts."""
     ends: Sequence[int]
-    """Of the rows of each of these experts, among those of the chunk."""
+    """Cumulative number of rows per expert of this chunk."""
 
     def rows_between(self, source: int, member: int) -> int:
-        """Rows of this chunk that one rank has for the experts of another."""
+        """Return how many of this chunk's rows rank `source` sends to experts of rank `member`."""
         first = self.of_each * (member // self.etp)
         return sum(self.counts[source][first + self.experts.start : first + self.experts.stop])
 
 
 def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[ExpertChunk]:
-    """The chunks of a layer whose experts, which so many ranks have the same number of, travel to
-    the rows here: in each those of the first rank come first."""
+    """Split the experts into `number` expert chunks whose weights are fetched. `counts` has the
+    local rows per expert; each of `ranks` ranks has the same number of experts. In a chunk, experts
+    are in the order of their ranks."""
     of_each = len(counts) // ranks
     found, start = [], 0
     for first, last in pairwise(edges(of_each, number)):
@@ -61,8 +62,8 @@ def fetched_chunks(counts: Sequence[int], ranks: int, number: int) -> list[Exper
 def dispatch_chunks(
     counts: TokensPerExpert, index: int, etp: int, number: int, copies: int = 0
 ) -> list[ExpertChunk]:
-    """The chunks of a layer on the rank that is `index` in the group; so many places of each rank
-    are for copies."""
+    """Split the experts into `number` expert chunks, as seen by rank `index` of the expert-parallel
+    group. If each rank has `copies` slots for replicas, these are an additional last chunk."""
     ranks = len(counts)
     of_each = len(counts[0]) * etp // ranks
     parts = range(ranks // etp)
@@ -89,5 +90,6 @@ def dispatch_chunks(
 
 
 def edges(of_each: int, number: int) -> list[int]:
-    """First experts of the chunks, among those of a rank, and the end."""
+    """Split a rank's `of_each` experts into `number` chunks; return the index of each chunk's first
+    expert, then `of_each`."""
     return [-(-of_each * i // number) for i in range(number + 1)]

@@ -1,24 +1,23 @@
-"""Dispatch and combine: tokens go to the ranks that have their experts, and results come back.
+"""Dispatch and combine: rows are sent to the ranks of their experts, and results are sent back.
 
-A :class:`Dispatcher` has the settings of a run, and is made once for a stage. For each micro-batch
+A :class:`Dispatcher` has the settings of a run, and is made once per stage. For each micro-batch
 and layer it makes a :class:`Dispatch`, which sends values of tokens and of their choices to the
-experts, chunk by chunk, and whose :class:`Combine` sends results back. How they travel is said by
-the classes of :mod:`megapipe.layers.moe.dispatchers`, one file for each; docs/extending.md shows
-how to write another. All ranks of the expert-parallel group dispatch together, also those without
-rows, and those whose experts get none.
+experts, chunk by chunk. The dispatch's :class:`Combine` sends results back. The classes in
+:mod:`megapipe.layers.moe.dispatchers`, one file each, decide how values are sent; docs/extending.md
+shows how to write another. Dispatch is collective over the expert-parallel group: ranks without
+rows to send or to receive take part.
 
-The rows of an expert are in the order of the ranks that they are from, then of positions, and
-results come back as rows, which are added up where the tokens are: so the way that they take does
-not change a bit. Where the width of an expert is split over etp ranks, each of these gets its rows,
-and their results are added up in the order of the ranks, where the tokens are.
+The rows of an expert are ordered by source rank, then by position. Results return as rows and are
+summed on the tokens' rank, so the results of all dispatchers are bitwise equal. If an expert's FFN
+hidden size is split over etp ranks, each etp rank gets the expert's rows, and the tokens' rank sums
+the partial results in rank order.
 
-Rows travel in chunks of experts (:mod:`megapipe.layers.moe.chunks`): before a rank computes with
-one, the next is being sent, and results leave while the next is computed. Each exchange is a
-collective that has begun and is waited for later, so on a GPU it runs on NCCL's own stream.
+Rows are sent in expert chunks (:mod:`megapipe.layers.moe.chunks`): while a rank computes a chunk,
+rows of the next chunk and results of the previous chunk are in flight. Each exchange is an
+asynchronous collective with a late wait; on a GPU it runs on NCCL's own stream.
 
-Values of rows may be coded while they travel (:mod:`megapipe.layers.moe.row_codec`), all of them,
-also those that stay on their rank; weights of choices and their gradients, choices and counts are
-never coded.
+Rows may be encoded on the wire (:mod:`megapipe.layers.moe.row_codec`): all rows, even if they stay
+on their rank. Choices, their weights, the weights' gradients and counts are never encoded.
 """
 
 from __future__ import annotations
@@ -55,60 +54,61 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Prefetch(Protocol[T_co]):
-    """Values, or weights, that are sent to where experts are computed, chunk by chunk."""
+    """Transfer of rows, or of expert weights, to the ranks that compute the experts, by chunk."""
 
     def start(self, number: int) -> None:
-        """Start sending a chunk."""
+        """Start sending chunk `number`."""
 
     def start_next_hop(self, number: int) -> None:
-        """Start the next hop of a chunk."""
+        """Start the next exchange of chunk `number`, if its rows take several exchanges (within
+        nodes, then between nodes)."""
 
     def wait(self, number: int) -> T_co:
-        """Return the values of the chunk, [rows, ...] in the order of experts, or its weights."""
+        """Return the chunk's rows [rows, ...] in the order of experts, or the chunk's weights."""
 
 
 @dataclass(frozen=True)
 class Dispatcher(ABC):
-    """How tokens get to their experts: settings that all dispatchers have, and what layers ask.
+    """Common settings of all dispatchers, and the methods that layers call.
 
     A user-defined dispatcher derives from this class, or from one of
     :mod:`megapipe.layers.moe.dispatchers`.
     """
 
     ep: Axis
-    """The ranks over which experts are split, ep x etp."""
+    """Group of ep x etp ranks over which the experts are split."""
     etp: int = 1
-    """Neighbours among them that have parts of the same experts."""
+    """Number of adjacent ranks of `ep` that share one expert."""
     chunks: int = 1
-    """Parts in which a rank computes its experts."""
+    """Number of expert chunks in which a rank computes its experts."""
     codec: Codec = "none"
-    """How values of rows, and of tokens that are gathered, are coded."""
+    """Wire type of dispatched rows and of gathered tokens."""
     pad: bool = False
-    """There is room for all rows that there can be, so these are not counted."""
+    """Whether rows are padded to the capacity, so that they need not be counted."""
     count: Callable[[Tensor, int, Axis], ExpertCounts] = count_rows
-    """Counts rows where they are counted."""
+    """Function that counts the rows per expert, unless rows are padded."""
 
     hops: ClassVar[int] = 1
-    """Exchanges that rows take, one after the other."""
+    """Number of consecutive exchanges of a row: 2 if it is first sent within its node, else 1."""
 
     @classmethod
     def settings(cls, config: ExpertsConfig, mesh: ParallelMesh) -> dict[str, Any]:
-        """Return the arguments of the dispatcher of a run."""
+        """Return the arguments for the constructor of a run's dispatcher."""
         return {
             "ep": mesh.ep,
             "etp": mesh.grid.etp,
             "chunks": config.number_of_chunks,
-            "codec": config.codec,
-            "pad": config.pad,
+            "codec": config.wire_dtype,
+            "pad": config.pad_to_capacity,
         }
 
     def dispatch(self, choice: Tensor, counts: ExpertCounts, replicas: int = 0) -> Dispatch:
         """Make the dispatch of a micro-batch.
 
         Args:
-            choice: [tokens, top_k], int16: the slot of each choice, ~slot where it is dropped. The
-                slots of each rank are its experts and, after them, so many `replicas`.
-            counts: rows that each rank of the group has for each slot.
+            choice: [tokens, top_k], int16: slot of each choice, or ~slot if the choice is dropped.
+                Each rank has slots for its experts and, after them, for `replicas` replicas.
+            counts: number of rows that each rank of the group has for each slot.
         """
         plan = self.plan(counts, replicas)
         rows = self.permutation(choice, counts, plan, replicas)
@@ -120,21 +120,21 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def arrival(self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan) -> Tensor:
-        """Return [rows of the experts here], int64: in the order of chunks and experts, which of
-        what arrives they are. Not asked for where all rows stay on this rank."""
+        """Return, for the local experts' rows in the order of chunks and experts, their indices
+        among the received values: [rows], int64. Not called if all rows stay on this rank."""
 
     @abstractmethod
     def restore(self, plan: DispatchPlan, *tensors: Tensor) -> Dispatch:
-        """Make a dispatch from its plan and tensors, which the backward has kept."""
+        """Make a dispatch from its plan and the :attr:`Dispatch.tensors` that autograd saved."""
 
     @property
     def counting(self) -> Axis:
-        """The ranks that tell each other how many rows they have."""
+        """Group whose ranks exchange their row counts."""
         return self.ep
 
     @property
     def row_codec(self) -> RowCodec:
-        """The codec of :attr:`codec`."""
+        """Row codec that :attr:`codec` names."""
         return CODECS[self.codec]
 
     def weights(
@@ -145,17 +145,17 @@ class Dispatcher(ABC):
         *,
         adds_bias: bool,
     ) -> Prefetch[ExpertWeights]:
-        """Return the weights of the experts that are computed here; `adds_bias`: this rank adds the
-        bias of the second product."""
+        """Return the transfer of the weights of the experts that this rank computes; `adds_bias`:
+        this rank adds the down-projection bias."""
         return LocalExperts(parameters, chunks, replicas, adds_bias=adds_bias)
 
     def grads(self, chunks: Sequence[ExpertChunk], replicas: ExpertReplicas | None) -> ExpertGrads:
-        """Return where the gradients of the experts that are computed here are added."""
+        """Return the accumulators for gradients of the experts that this rank computes."""
         return ExpertGrads(replicas)
 
     def dispatch_steps(self, moved: Moved) -> list[Step]:
-        """List the exchanges of rows from the tokens to the experts, by default one all-to-all;
-        `moved` counts the rows of one member of the group for another."""
+        """List the exchanges of rows from the tokens to the experts, by default one all-to-all.
+        `moved(source, target)`: number of rows from one member of the group to another."""
         return dispatch_steps(moved, self.ep, None)
 
     def combine_steps(self, moved: Moved) -> list[Step]:
@@ -163,17 +163,17 @@ class Dispatcher(ABC):
         return combine_steps(moved, self.ep, None)
 
     start_exchange = staticmethod(start_exchange)
-    """Starts an exchange: :func:`megapipe.layers.moe.transfer.start_exchange`."""
+    """Function that starts an exchange: :func:`megapipe.layers.moe.transfer.start_exchange`."""
 
     def plan(self, counts: ExpertCounts, replicas: int) -> DispatchPlan:
-        """Plan the chunks of a micro-batch, whose rows go to the ranks of their experts."""
-        given = self.ep.index, self.etp, self.chunks, replicas
-        return DispatchPlan(self, dispatch_chunks(counts.by_rank, *given))
+        """Plan the expert chunks of a micro-batch whose rows are sent to the experts' ranks."""
+        arguments = self.ep.index, self.etp, self.chunks, replicas
+        return DispatchPlan(self, dispatch_chunks(counts.by_rank, *arguments))
 
     def permutation(
         self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan, replicas: int
     ) -> Permutation:
-        """Put the rows of the tokens here into the order of chunks and experts."""
+        """Order the local tokens' rows by chunk and expert."""
         of_each = plan.chunks[0].of_each
         if self.pad:
             return PaddedPermutation.at_capacity(choice, counts, of_each, self.chunks)
@@ -181,25 +181,25 @@ class Dispatcher(ABC):
 
 
 class DispatchPlan(NamedTuple):
-    """All that the host knows of a micro-batch's dispatch in a layer."""
+    """Expert chunks and row counts of a micro-batch's dispatch in a layer, known to the host."""
 
     dispatcher: Dispatcher
-    """The dispatcher that sends rows; for fetched experts one that sends none."""
+    """Dispatcher that sends the rows; for fetched experts, a single-rank one that sends none."""
     chunks: Sequence[ExpertChunk]
 
     @property
     def local_token_rows(self) -> int:
-        """Rows of the tokens of this rank."""
+        """Number of rows of the local tokens."""
         return int(self.chunks[-1].token_rows.stop)
 
     @property
     def local_expert_rows(self) -> int:
-        """Rows of the experts of this rank."""
+        """Number of rows of the local experts."""
         return int(self.chunks[-1].expert_rows.stop)
 
     @property
     def ends(self) -> list[int]:
-        """Ends of the rows of each expert of this rank."""
+        """End of each local expert's rows: cumulative row counts."""
         return [chunk.expert_rows.start + end for chunk in self.chunks for end in chunk.ends]
 
     @property
@@ -209,38 +209,39 @@ class DispatchPlan(NamedTuple):
 
 
 class Dispatch(ABC):
-    """The dispatch of the rows of a micro-batch in a layer."""
+    """The dispatch of a micro-batch's rows in a layer."""
 
     def __init__(self, plan: DispatchPlan, order: Tensor, slots: Tensor, *arrival: Tensor) -> None:
         self.plan = plan
         rows = PaddedPermutation if plan.dispatcher.pad else Permutation
         self.rows = rows(order, slots, plan.local_token_rows)
         self.arrival = arrival
-        """[rows of a chunk here] of each chunk, int64: in the order of experts, which of what
-        arrives they are, or beyond all of it; nothing where all rows stay on this rank."""
+        """For each chunk, the index of each row among the received values: [local rows], int64, in
+        the order of experts. An empty row has an index beyond the values. () if all rows stay on
+        this rank."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors from which, with the plan, :meth:`Dispatcher.restore` makes the same."""
+        """Tensors from which :meth:`Dispatcher.restore` rebuilds this dispatch, with the plan."""
         return self.rows.choice_of_row, self.rows.row_of_choice, *self.arrival
 
     @abstractmethod
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
-        """Send values of tokens [tokens, h] to the experts."""
+        """Return the transfer of tokens x [tokens, h], or of their gradients, to the experts."""
 
     @abstractmethod
     def dispatch_weights(self, values: Tensor) -> Prefetch[Tensor]:
-        """Send values of choices [tokens, top_k] to the experts."""
+        """Return the transfer of the choices' weights [tokens, top_k] to the experts."""
 
     @abstractmethod
     def to_source_order(self, number: int, rows: Tensor) -> Tensor:
-        """Put rows of a chunk, in the order of experts, into that of the ranks that they are from,
-        and of their rows."""
+        """Reorder rows of chunk `number` from the order of experts to the order of source ranks."""
 
     def pipelined_chunks(
         self, weights: Prefetch[W], *values: Prefetch[Tensor]
     ) -> Iterator[tuple[ExpertChunk, W, list[Tensor]]]:
-        """Yield each chunk with its weights and values, once those of the next one are sent."""
+        """Yield each chunk with its weights and inputs, once the next chunk's transfers have
+        started."""
         chunks, hops = self.plan.chunks, self.plan.dispatcher.hops
         every: list[Prefetch[Any]] = [weights, *values]
         for turn in range(-hops, len(chunks)):
@@ -253,23 +254,23 @@ class Dispatch(ABC):
                 yield chunks[turn], weights.wait(turn), here
 
     def combine(self) -> Combine:
-        """Return what sends rows of results of experts back, none of which is sent yet."""
+        """Return the Combine for the experts' output rows; nothing is sent yet."""
         return Combine(self, self.plan.dispatcher.row_codec)
 
     def combine_weight_grads(self) -> Combine:
-        """Return what sends one value of each row back."""
+        """Return the Combine for the gradients of the choices' weights, one value per row."""
         return Combine(self, UNCODED)
 
 
 class Combine:
-    """Results of experts that are sent back to the tokens."""
+    """Sends the experts' results back to the tokens."""
 
     def __init__(self, dispatch: Dispatch, codec: RowCodec) -> None:
         self._dispatch, self._codec = dispatch, codec
         self._transfers: list[Transfer] = []
 
     def send(self, rows: Tensor) -> None:
-        """Start sending the rows of the next chunk, in the order of experts."""
+        """Start sending the results of the next chunk; `rows` are in the order of experts."""
         for transfer in self._transfers:
             transfer.start_next_hop()
         dispatcher, chunks = self._dispatch.plan
@@ -279,7 +280,8 @@ class Combine:
         self._transfers.append(Transfer(rows, steps, self._codec, dispatcher.start_exchange))
 
     def wait(self) -> Tensor:
-        """Return [rows of the tokens here, ...], sums over etp in higher precision."""
+        """Wait for the results of the local tokens' rows, and return them. If etp ranks share an
+        expert, their partial results are summed in fp32 or fp64."""
         chunks = self._dispatch.plan.chunks
         return joined(
             [self._summed(c, each.wait()) for c, each in zip(chunks, self._transfers, strict=True)]
@@ -298,5 +300,5 @@ class Combine:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join values of all chunks."""
+    """Concatenate the values of all chunks."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,16 +1,16 @@
-"""Experts: a layer that sends each token to some of many MLPs, with a split backward.
+"""Routed experts: a layer that sends each token to some of many MLPs, with a split backward.
 
-Rows are tokens in the order of their experts, each as often as it has chosen
-(:mod:`megapipe.layers.moe.permutation`); the products of an expert take the rows between two ends.
-The weight of a choice multiplies the activation and not the expert's output, which therefore need
-not be kept: its gradient is found beside the activation's.
+Each choice of a token is a row, and rows are in the order of experts
+(:mod:`megapipe.layers.moe.permutation`), so an expert's rows are consecutive. The weight of a
+choice multiplies the activation, not the expert's output, so the output need not be saved: the
+weight's gradient is computed together with the activation's gradient.
 
-From F to I the layer keeps its input, the outputs of the first product, the logits and the choice.
-Each rank routes the positions that it has. Where experts are on several ranks, rows and weights go
-to those of their experts, which keep them too; outputs, and in I gradients, come back likewise, in
-chunks of experts if so wanted (:mod:`megapipe.layers.moe.dispatch`).
-``W`` gets two grouped products and the router's; they add straight into the main gradients, expert
-by expert, and leave an expert without rows alone. Frozen experts leave nothing to it.
+From F to I the layer saves its input, the up-projection's outputs, the logits and the chosen
+experts. Each rank routes its local positions. If experts are on several ranks, rows and weights are
+dispatched to the experts' ranks, which save them too. Outputs in F and gradients in I are combined
+on the tokens' ranks, in expert chunks if configured (:mod:`megapipe.layers.moe.dispatch`). ``W``
+computes the weight gradients of both projections and of the router. It adds them straight into the
+main gradients, expert by expert, and skips experts without rows. Frozen experts have no ``W``.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from megapipe.ops.moe.grouped import each_expert
 
 
 class RoutedExperts(nn.Module):
-    """[s(/tp), b, h] -> the same shape: a router and its experts, each of two matrices (with a gate
-    three). s are the positions of a context-parallel rank.
+    """A router and its experts: [s(/tp), b, h] -> the same shape, for the s positions of a
+    context-parallel rank. Each expert has two matrices, or three with a gate.
 
-    `layer` is the number of the layer. The choice of a first run is kept with the micro-batch until
-    the run that builds the graph has taken it.
+    `layer` is the index of the layer. With recomputation, the routing result of the first forward
+    is stored with the micro-batch and reused by the forward that builds the graph.
     """
 
     def __init__(
@@ -72,32 +72,34 @@ class RoutedExperts(nn.Module):
         self.routing = routing
         self.activation = activation
         self.dtype = torch.promote_types(sharding.dtype, torch.float32)
-        """Of logits, scores and weights, and of sums over choices."""
+        """Type of logits, scores and choices' weights, and of sums over choices."""
         self.first = sharding.part == 0
-        """Of the ranks with parts of the same experts, whose results are added up, this one adds
-        the bias of the second product."""
+        """Whether this rank adds the down-projection bias; exactly one rank of an
+        expert-tensor-parallel group does."""
         near = sharding.bandwidths
         self.distance: Tensor | None
-        """[experts], of each from this rank, where it counts."""
+        """[experts]: factor of each expert's load in the auxiliary loss, larger for experts on
+        distant ranks; None: not used."""
         far = None if near is None else route.distance_factors(near, routing.experts, self.dtype)
         self.register_buffer("distance", far)
         self.frozen = router.frozen
         self.router = new_parameter(sharding, router)
         self.bias: Tensor | None
-        """[experts], of all of them, the same on every rank; what trains the model moves it."""
+        """[experts]: selection biases, equal on all ranks; training adjusts them, without
+        gradients."""
         bias = torch.zeros(routing.experts, dtype=self.dtype) if routing.has_expert_bias else None
         self.register_buffer("bias", bias)
         self.last: Tensor | None
-        """[1, experts], int64: the choices of each in the last step that the balance term counts;
-        spread evenly at first."""
+        """[1, experts], int64: number of choices of each expert in the previous step, for an
+        auxiliary loss over a whole step; uniform at first."""
         even = torch.ones(1, routing.experts, dtype=torch.int64)
         self.register_buffer("last", even if routing.scope == "step" else None)
         even_map = ExpertMap.even(routing.experts, sharding.ranks)
         self.ownership = ExpertOwners(even_map, sharding.rank)
         self.up, self.up_bias = self._linear(*up)
         self.down, self.down_bias = self._linear(*down)
-        self.places: ExpertReplicas | None = None
-        """Where experts and copies of them are, if copies come and go."""
+        self.replicas: ExpertReplicas | None = None
+        """Slots of experts and replicas; None if experts never move."""
 
     def _linear(
         self, weight: ParameterSpec, bias: ParameterSpec | None
@@ -105,12 +107,14 @@ class RoutedExperts(nn.Module):
         made = None if bias is None else expert_parameter(self.sharding, bias, self.ownership)
         return expert_parameter(self.sharding, weight, self.ownership), made
 
-    def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
-        """With `graph_only` the output has a graph but no values."""
-        return _ExpertsFunction.apply(x, self.router, self, mb, torch.is_grad_enabled(), graph_only)
+    def forward(self, x: Tensor, mb: MicroBatch, skip_output: bool = False) -> Tensor:
+        """Run the experts; with `skip_output` the output has a graph but no values."""
+        return _ExpertsFunction.apply(
+            x, self.router, self, mb, torch.is_grad_enabled(), skip_output
+        )
 
     def noise(self, mb: MicroBatch, x: Tensor) -> TokenNoise | None:
-        """The random numbers of the tokens x [s, b, h], where there are some."""
+        """Return the random numbers for tokens x [s, b, h], if routing uses any."""
         if not (self.training and (self.routing.jitter or self.routing.random_second)):
             return None
         return TokenNoise(
@@ -118,8 +122,8 @@ class RoutedExperts(nn.Module):
         )
 
     def router_input(self, noise: TokenNoise | None, tokens: Tensor) -> Tensor:
-        """Tokens as the router sees them, or from the gradient of that their own: in the type of
-        its logits, times the jitter."""
+        """Cast tokens to the type of the logits, and multiply them by the jitter. The backward maps
+        the gradient of the router's input to the gradient of the tokens in the same way."""
         values = tokens.to(self.dtype)
         if noise is None or not self.routing.jitter:
             return values
@@ -134,30 +138,31 @@ class RoutedExperts(nn.Module):
         graph: bool,
         noise: TokenNoise | None = None,
     ) -> RoutingResult:
-        """The choice for a micro-batch: that of its first run, if there was one; `graph`: this run
-        builds the graph, and is the last. All ranks that share sequences or experts call it."""
+        """Route the tokens of a micro-batch from the logits and the scores `p`; a recomputation
+        gets the result of the first forward. `graph`: whether this forward builds the graph; then
+        no recomputation follows. Collective over all ranks that share sequences or experts."""
         choices = mb.scratch.by_layer(route.CHOICE)
         found = choices.get(self.layer)
         if found is None:
             here = len(p) // sequences
             shards, earlier = self._shards(mb, here, p.device), self._earlier(mb)
-            given = self.routing, sequences, shards
+            arguments = self.routing, sequences, shards
             second = noise.second(p.device) if noise and self.routing.random_second else None
-            experts = route.route_tokens(p, *given, self.bias, second, earlier)
+            experts = route.route_tokens(p, *arguments, self.bias, second, earlier)
             rows = self._rows(self.to_slots(experts), sequences, shards)
             if not self.training:
                 return RoutingResult(experts, experts.new_empty(0), rows)
-            counts = route.count(experts, *given) if self.last is None else self.last
+            counts = route.count(experts, *arguments) if self.last is None else self.last
             spread = route.score_sums(p, self.routing, len(counts))
             if earlier is not None:
                 earlier.score_sums = spread = added(earlier.score_sums, spread)
                 if self.last is None:
                     earlier.counts = counts = added(earlier.counts, counts)
             found = RoutingResult(experts, counts, rows)
-            told = spread if shards.ends(here) else None
+            complete_sums = spread if shards.ends(here) else None
             loads = mb.scratch.by_layer(route.LOAD)
             loads[self.layer] = route.routing_stats(
-                logits, found, self.routing, told, self.distance
+                logits, found, self.routing, complete_sums, self.distance
             )
             if not graph:
                 choices[self.layer] = found
@@ -166,63 +171,62 @@ class RoutedExperts(nn.Module):
         return found
 
     def _rows(self, choice: Tensor, sequences: int, shards: TokenShards) -> ExpertCounts:
-        """Rows of the places of what was chosen, which are counted, or have room for all that there
-        can be."""
-        dispatcher, all_places = self.dispatcher, self._all_places
+        """Return the number of rows per slot: counted in `choice`, or padded to the capacity."""
+        dispatcher, num_slots = self.dispatcher, self._num_slots
         counting, here = dispatcher.counting, len(choice) // sequences
         if not dispatcher.pad:
-            return dispatcher.count(choice, all_places, counting)
-        places = self.routing.expert_capacity(shards.length(here))
-        assert places is not None, "checked"
-        return padded_counts(all_places, counting.size, sequences, min(places, here))
+            return dispatcher.count(choice, num_slots, counting)
+        capacity = self.routing.expert_capacity(shards.length(here))
+        assert capacity is not None, "checked"
+        return padded_counts(num_slots, counting.size, sequences, min(capacity, here))
 
     def _shards(self, mb: MicroBatch, here: int, device: torch.device) -> TokenShards:
         return TokenShards.of(
             self.sharding.sequence,
             here,
             device,
-            held=mb.local_positions,
+            local_positions=mb.local_positions,
             start=mb.start,
             whole=mb.sequence_length,
         )
 
     def _earlier(self, mb: MicroBatch) -> SliceRoutingState | None:
-        """Sums over the slices before this one, where sequences are cut into some."""
+        """Return the routing sums over a sequence's earlier slices, None for whole sequences."""
         if mb.sequence_scratch is None:
             return None
         return mb.sequence_scratch.by_layer(EARLIER).setdefault(self.layer, SliceRoutingState())
 
     @property
     def of_experts(self) -> list[Parameter]:
-        """Its parameters but the router's."""
+        """All parameters except the router's."""
         every = self.up, self.up_bias, self.down, self.down_bias
         return [each for each in every if each is not None]
 
     def to_slots(self, choice: Tensor) -> Tensor:
-        """A choice of experts as one of their places."""
-        return choice if self.places is None else self.places.to_slots(choice)
+        """Replace expert ids by slot numbers."""
+        return choice if self.replicas is None else self.replicas.to_slots(choice)
 
     @property
-    def _all_places(self) -> int:
-        """On all ranks that share the experts."""
-        return self.routing.experts if self.places is None else self.places.num_slots
+    def _num_slots(self) -> int:
+        """Number of slots on all ranks that share the experts."""
+        return self.routing.experts if self.replicas is None else self.replicas.num_slots
 
     @property
     def replicas_per_rank(self) -> int:
-        """Places of each rank for copies of experts."""
-        return 0 if self.places is None else self.places.replicas_per_rank
+        """Number of replica slots on each rank."""
+        return 0 if self.replicas is None else self.replicas.replicas_per_rank
 
     def weights(self, chunks: Sequence[ExpertChunk]) -> Prefetch[ExpertWeights]:
-        """Return the weights of the experts that are computed here."""
+        """Return the transfer of the weights of the experts that this rank computes."""
         parameters = self.up, self.up_bias, self.down, self.down_bias
-        return self.dispatcher.weights(parameters, chunks, self.places, adds_bias=self.first)
+        return self.dispatcher.weights(parameters, chunks, self.replicas, adds_bias=self.first)
 
     def grads(self, chunks: Sequence[ExpertChunk]) -> ExpertGrads:
-        """Return what adds up the gradients of the experts that are computed here."""
-        return self.dispatcher.grads(chunks, self.places)
+        """Return the accumulators for gradients of the experts that this rank computes."""
+        return self.dispatcher.grads(chunks, self.replicas)
 
     def up_projection(self, of: ExpertWeights, ends: Sequence[int], x: Tensor) -> Tensor:
-        """The first product of a chunk's rows [rows, h]: [rows, (2) f]."""
+        """Compute the up-projection of an expert chunk's rows x: [rows, h] -> [rows, (2) f]."""
         wide = self.sharding.kernels.experts(x, of.up.flatten(1, -2).transpose(1, 2), ends)
         if of.up_bias is not None:
             for expert, here in each_expert(ends):
@@ -232,8 +236,8 @@ class RoutedExperts(nn.Module):
     def down_projection(
         self, of: ExpertWeights, ends: Sequence[int], wide: Tensor, weight: Tensor
     ) -> Tensor:
-        """The second product of a chunk's rows, of their activation [rows, f] times the weight:
-        [rows, h]."""
+        """Compute the down-projection of an expert chunk's rows: activation of `wide` [rows, (2)
+        f], times the choices' weights [rows], times the matrix: [rows, h]."""
         inner = self.sharding.kernels.moe_elementwise.activate_and_weight(
             wide, weight, self.activation
         )
@@ -246,9 +250,9 @@ class RoutedExperts(nn.Module):
     def input_grads(
         self, of: ExpertWeights, ends: Sequence[int], grad: Tensor, wide: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a chunk's rows, from the gradient of their outputs [rows, h] and the first product:
-        the input of the second one [rows, f], the gradient of the first [rows, (2) f], and that of
-        the weights [rows]."""
+        """Compute the backward of an expert chunk's rows from their output gradient [rows, h] and
+        the up-projection's output `wide`. Return the down-projection's input [rows, f], and the
+        gradients of `wide` [rows, (2) f] and of the weights [rows]."""
         kernels = self.sharding.kernels
         product = partial(kernels.experts, grad, of.down, ends)
         inner, grad_wide, of_weight = kernels.moe_elementwise.gradients(
@@ -261,7 +265,7 @@ class RoutedExperts(nn.Module):
 
 
 def expert_layers(module: Any) -> Iterator[RoutedExperts]:
-    """Yield the layers with experts of a stage."""
+    """Yield the routed experts of a stage's MoE layers."""
     return (each for each in module.modules() if isinstance(each, RoutedExperts))
 
 
@@ -274,16 +278,16 @@ class _ExpertsFunction(Function):
         layer: RoutedExperts,
         mb: MicroBatch,
         graph: bool,
-        graph_only: bool,
+        skip_output: bool,
     ) -> Tensor:
         routing, tokens, sequences = layer.routing, x.flatten(0, 1), x.shape[1]
         noise = layer.noise(mb, x)
         logits = layer.router_input(noise, tokens) @ router.to(layer.dtype).t()
         p = routing.router.scores(logits)
-        choice, counts, told = layer.route(logits, p, mb, sequences, graph, noise)
+        choice, counts, row_counts = layer.route(logits, p, mb, sequences, graph, noise)
         kernels = layer.sharding.kernels
         weights = route.routing_weights(p, route.decode_choices(choice), routing)
-        slots = layer.to_slots(choice), told, layer.replicas_per_rank
+        slots = layer.to_slots(choice), row_counts, layer.replicas_per_rank
         dispatch = layer.dispatcher.dispatch(*slots)  # the host waits for the counts
         del slots
         combine, matrices = dispatch.combine(), layer.weights(dispatch.plan.chunks)
@@ -294,22 +298,22 @@ class _ExpertsFunction(Function):
             arrived.append(values)
             here, weight = values
             widened.append(layer.up_projection(of, chunk.ends, here))
-            if not graph_only:
+            if not skip_output:
                 combine.send(layer.down_projection(of, chunk.ends, widened[-1], weight))
-            del of  # fetched matrices, before more are
+            del of  # free fetched matrices before fetching more
         kept: Iterable[Tensor | None] = None, None
         if not dispatch.plan.alone:
             kept = map(joined, zip(*arrived, strict=True))
         rows_kept, weights_kept = kept
         needed = (None, None) if layer.frozen else (x, rows_kept)
         if mb.sequence_scratch is not None:
-            counts = counts.data  # of a version of its own: later slices add theirs
+            counts = counts.data  # own version counter: later slices add to it
         ctx.save_for_backward(
             *needed, weights_kept, joined(widened), logits, choice, counts, *dispatch.tensors
         )
         ctx.plan, ctx.layer, ctx.unit = dispatch.plan, layer, mb.position_scale
         ctx.seen = partial(layer.router_input, noise)
-        if graph_only:
+        if skip_output:
             return x.new_empty(()).expand(x.shape)
         total = dispatch.rows.unpermute(combine.wait(), layer.dtype, kernels.moe_elementwise)
         return total.to(x.dtype).view_as(x)

@@ -1,8 +1,8 @@
-"""The experts of a layer that a rank owns, which need not be neighbours and may change.
+"""Experts of a layer that a rank owns, which need not be adjacent and may change.
 
-A rank has the experts that it owns in ascending order, so all follows from the map of owners. A
-layer has one object that has it, which its parameters share (:mod:`megapipe.layers.parameter`):
-after a change nothing else has to be told which experts these are of.
+A rank holds its owned experts in ascending order, so the map of owners determines their local
+indices. The parameters of a layer share one :class:`ExpertOwners`
+(:mod:`megapipe.layers.parameter`), so a new map in this object applies to all parameters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megapipe.experts.map import ExpertMap
 
 
 class ExpertOwners:
-    """Those of one layer, as the rank sees them that is `rank` of the ranks of the map."""
+    """Expert owners of one layer, from the point of view of rank `rank` of the map."""
 
     def __init__(self, present: ExpertMap, rank: int) -> None:
         self.map = present
-        """The map in force."""
+        """Current map of owners and replicas."""
         self.rank = rank
 
     def ranges(self) -> Iterator[range]:
-        """The experts that this rank owns, in order, neighbouring numbers together."""
+        """Yield the owned experts in ascending order; consecutive experts form one range."""
         first, *others = self.map.owned(self.rank)
         run = range(first, first + 1)
         for expert in others:

@@ -1,4 +1,4 @@
-"""Routers: from the logits of experts to their scores, and to the experts of a token."""
+"""Routers: they compute scores from the experts' logits, and choose the experts of each token."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from megapipe.util.user_code import FAILURES, UserCode, is_user_code
 
 
 class Router(ABC):
-    """Scores experts and chooses those of each token. Base of every router, also of those that
-    ``model.moe.scores`` names; they are made without arguments."""
+    """Base class of routers, which score experts and choose the experts of each token.
+    ``model.moe.score_function`` may name a user-defined one; routers are made without arguments."""
 
     sums_to_one: ClassVar[bool] = False
     """Whether the scores of a token sum to 1."""
 
     @abstractmethod
     def scores(self, logits: Tensor) -> Tensor:
-        """Return scores [tokens, experts] above 0, the weights of those that are chosen, from
-        `logits` of this shape, in fp32 or fp64."""
+        """Return positive scores [tokens, experts] from `logits` of the same shape, in fp32 or
+        fp64. The scores of chosen experts are the experts' weights."""
 
     def scores_grad(self, grad: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
-        """Return the gradient of `logits` from that of `scores`, by default by autograd."""
+        """Return the gradient of `logits` for the gradient `grad` of `scores`, by autograd."""
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             (found,) = torch.autograd.grad(self.scores(leaf), leaf, grad)
         return found
 
     def choose(self, scores: Tensor, top_k: int) -> Tensor:
-        """Return the experts of each token [tokens, top_k], int64, no one twice, best first.
+        """Return the experts of each token [tokens, top_k], int64, best first, without repetition.
 
-        To `scores` the biases of experts are added (``model.moe.bias_rate``); those of experts
-        outside of a token's groups are -inf. By default those with the largest scores.
+        `scores` include the experts' biases (``model.moe.bias_update_rate``); scores of experts
+        outside of a token's groups are -inf. By default the largest scores win.
         """
         return largest(scores, top_k)
 
 
 class Softmax(Router):
-    """Scores that are shares of a token."""
+    """Softmax over the experts of a token."""
 
     sums_to_one = True
 
@@ -54,7 +54,7 @@ class Softmax(Router):
 
 
 class Sigmoid(Router):
-    """Scores of each expert by itself (DeepSeek-V3, 2412.19437)."""
+    """Sigmoid of each expert's logit (DeepSeek-V3, 2412.19437)."""
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
@@ -67,18 +67,18 @@ ROUTERS: dict[str, type[Router]] = {"softmax": Softmax, "sigmoid": Sigmoid}
 
 
 def make_router(name: str) -> Router:
-    """Make the router that ``model.moe.scores`` names. Raises :class:`ConfigError`."""
+    """Make the router that ``model.moe.score_function`` names. Raises :class:`ConfigError`."""
     return _Checked(name) if is_user_code(name) else ROUTERS[name]()
 
 
 class _Checked(Router):
-    """A user-defined router, whose results and failures become an error of one line."""
+    """A user-defined router; its failures and wrong results raise a one-line error."""
 
     def __init__(self, name: str) -> None:
-        code = UserCode(name, what="model.moe.scores=", error=ConfigError, kind="class")
+        code = UserCode(name, what="model.moe.score_function=", error=ConfigError, kind="class")
         self._code = code
         if not (isinstance(code.function, type) and issubclass(code.function, Router)):
-            raise code.problem("it is no class derived from megapipe.layers.moe.routers.Router")
+            raise code.problem("it is not a class derived from megapipe.layers.moe.routers.Router")
         for method in sorted(code.function.__abstractmethods__):
             raise code.problem(f"it has no method {method}")
         self._router: Router = code.call({}, ())
@@ -98,7 +98,7 @@ class _Checked(Router):
         return found
 
     def _check_experts(self, found: Tensor, experts: int) -> None:
-        """Refuse experts that there are not, and one that a token has twice."""
+        """Raise an error if an expert does not exist, or if a token has an expert twice."""
         low, high = (int(end) for end in found.aminmax())
         if low < 0 or high >= experts:
             raise self._code.problem(
@@ -106,12 +106,16 @@ class _Checked(Router):
             )
         ordered = found.sort(-1).values
         if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-            raise self._code.problem("choose returns an expert twice for a token: expected others")
+            raise self._code.problem(
+                "choose returns an expert twice for a token: expected different experts"
+            )
 
-    def _call(self, name: str, shape: Sequence[int], dtype: torch.dtype, *given: object) -> Tensor:
+    def _call(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *arguments: object
+    ) -> Tensor:
         try:
-            found: Tensor = getattr(self._router, name)(*given)
-        except (RuntimeError, MegapipeError):  # torch's own, such as memory that is used up
+            found: Tensor = getattr(self._router, name)(*arguments)
+        except (RuntimeError, MegapipeError):  # torch's own errors, e.g. out of memory
             raise
         except FAILURES as error:
             raise self._code.failed(error) from error
@@ -125,8 +129,8 @@ class _Checked(Router):
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Columns of the k largest values of each row, the lower one first where they are equal: of
-    these torch.topk gives any, and argmax the first."""
+    """Return the columns of the k largest values of each row. Ties go to the lower column, unlike
+    with torch.topk, which may return any."""
     rest, found = values.clone(), []
     for _ in range(k):
         found.append(rest.argmax(-1, keepdim=True))

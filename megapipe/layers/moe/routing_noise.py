@@ -1,8 +1,8 @@
 """Random numbers of routing: the jitter of the router's input, and which second choices are kept.
 
-A token's are a function of (run seed, purpose, step, layer, sample of the global batch, position),
-so whichever ranks and micro-batches have the token, and however often it is routed, they are the
-same.
+A token's random numbers are a function of (run seed, purpose, step, layer, sample of the global
+batch, position). So the numbers do not depend on the rank or micro-batch that has the token, or on
+how often the token is routed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megapipe.layers.rng import seed_of, uniform
 
 
 class TokenNoise:
-    """Of the tokens [s(/n), b] of a micro-batch in a layer, which are a rank's part of `shards`."""
+    """Random numbers for the tokens [s(/n), b] that this rank routes in a layer and micro-batch."""
 
     def __init__(self, mb: MicroBatch, layer: int, shape: tuple[int, int], shards: TokenShards):
         self._coordinates = mb.step, layer
@@ -24,7 +24,7 @@ class TokenNoise:
         self._shape, self._shards = shape, shards
 
     def _numbers(self, device: torch.device) -> Tensor:
-        """[tokens], int64: each token of the global batch has one of its own."""
+        """Return [tokens], int64: a unique number for each token of the global batch."""
         here, rows = self._shape
         samples = self._sample + torch.arange(rows, device=device)
         positions = self._shards.own_positions(here, device)
@@ -32,12 +32,12 @@ class TokenNoise:
         return (samples * length + positions.unsqueeze(1)).flatten()
 
     def second(self, device: torch.device) -> Tensor:
-        """[tokens], uniform between 0 and 1, fp32."""
+        """Return a random number between 0 and 1 for each token's second choice, [tokens], fp32."""
         return uniform(seed_of(self._seed, "second", *self._coordinates), self._numbers(device))
 
     def jitter(self, like: Tensor, most: float) -> Tensor:
-        """Factors of the values of tokens, [tokens, h], uniform between 1 - `most` and 1 + `most`;
-        of the type of `like`."""
+        """Return random factors for the tokens' values, [tokens, h], uniform between 1 - `most` and
+        1 + `most`, in the type of `like`."""
         width = like.shape[1]
         columns = torch.arange(width, device=like.device)
         numbers = self._numbers(like.device).unsqueeze(1) * width + columns

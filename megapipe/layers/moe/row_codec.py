@@ -1,20 +1,20 @@
-"""Codecs of rows: fewer bytes for those that travel to experts and back, which arrive rounded.
+"""Row codecs: dispatched and combined rows take fewer bytes on the wire, and arrive rounded.
 
-A codec is what compression is in ScheMoE (Shi et al., EuroSys 2024). Each row is coded by itself
-when it leaves and decoded when it has arrived, so what comes out does not depend on the rows beside
-it, on the way that it takes, or on whether its goal is another rank. Gradients of rows are coded
-likewise, as if coding were no rounding.
+This is the compression of ScheMoE (Shi et al., EuroSys 2024). Each row is encoded by itself when it
+is sent, and decoded when it has arrived. So the result does not depend on other rows, on the
+dispatcher, or on whether the target is another rank. Gradients of rows are encoded in the same way,
+as if encoding did not round.
 
 bf16
-    Each value x is rounded to the nearest of bfloat16 and differs from x by 2^-8 |x| at most.
+    Each value x is rounded to the nearest bfloat16 value, which differs by at most 2^-8 |x|.
 int8
-    Values are whole multiples, -127 to 127, of a step, which travels with the row in fp32: 1/127 of
-    the largest value M of the row. The nearest multiple is half a step away at most, M / 254; that
-    quotients and products are rounded in fp32 adds less than 2^-13 of this. A step is 2^-126 at
-    least, so values up to 2^-127 may become 0.
+    Values are multiples, -127 to 127, of a step that is sent with the row in fp32: M / 127, where M
+    is the row's largest magnitude. The nearest multiple is at most half a step away, M / 254;
+    rounding of quotients and products in fp32 adds less than 2^-13 of this. A step is at least
+    2^-126, so values up to 2^-127 may become 0.
 
-To either the rounding to the type of the model comes, where that is narrower. In a row with a value
-that is not finite no value arrives as a finite one of int8, so such gradients are still noticed.
+If the model's type is narrower, values are rounded to it in addition. If one value of a row is not
+finite, no value of the row is finite after int8, so the anomaly is still detected.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor
 from megapipe.layers.moe.specs import Codec
 
 LARGEST = 127
-"""Steps of int8."""
+"""Largest multiple of the step in int8."""
 SCALE_BYTES = 4
-"""Of a row's step."""
+"""Bytes of a row's step."""
 
 
 class RowCodec(Protocol):
-    """How rows [rows, h] look on the wire."""
+    """Format of rows [rows, h] on the wire."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """[rows, width] of any type."""
+        """Encode rows [rows, h] as [rows, width], of any type."""
 
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """[rows, h] in the type that they had."""
+        """Decode received rows to [rows, h] of type `dtype`."""
 
 
 class PlainCodec:
-    """As they are."""
+    """Codec that leaves rows unchanged."""
 
     def encode(self, rows: Tensor) -> Tensor:
         return rows
@@ -54,7 +54,7 @@ class PlainCodec:
 
 
 class BF16Codec:
-    """In bfloat16."""
+    """Codec that rounds rows to bfloat16."""
 
     def encode(self, rows: Tensor) -> Tensor:
         return rows.to(torch.bfloat16)
@@ -64,7 +64,7 @@ class BF16Codec:
 
 
 class Int8Codec:
-    """In whole steps of each row's own: [rows, h + 4], int8, the last four are the step."""
+    """Codec with int8 values and one fp32 step per row: [rows, h + 4] bytes, the step last."""
 
     def encode(self, rows: Tensor) -> Tensor:
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))

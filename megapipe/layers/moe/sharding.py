@@ -1,4 +1,4 @@
-"""How layers with experts are split, and their parameters."""
+"""Sharding of MoE layers and of their parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from megapipe.layers.specs import ParameterSpec
 
 @dataclass(frozen=True)
 class MoESharding(Sharding):
-    """How the layers of a stage are split that has experts, by default over tp alone."""
+    """Sharding of the layers of a stage with MoE layers; by default over tp only."""
 
     dispatcher: Dispatcher = field(default_factory=lambda: AllToAllDispatcher(Axis.alone()))
-    """How tokens get to their experts, which ranks have these."""
+    """Dispatcher that sends tokens to their experts; it holds the expert-parallel group."""
     bandwidths: Sequence[float] | None = None
-    """From this rank to each of those with experts, for the balance term; None: all count alike
-    there."""
+    """Bandwidths from this rank to each rank with experts, for the auxiliary loss; None: equal."""
 
     @classmethod
     def of(cls, sharding: Sharding) -> MoESharding:
-        """Return `sharding` itself, or where it says nothing of experts one of all of them on this
+        """Return `sharding` itself if it is a MoESharding, else one with all experts on this
         rank."""
         if isinstance(sharding, cls):
             return sharding
@@ -35,22 +34,23 @@ class MoESharding(Sharding):
 
     @property
     def ranks(self) -> int:
-        """Ranks with experts of their own; neighbours with parts of the same ones count as one."""
+        """Number of ranks with different experts; etp ranks that share experts count once."""
         return self.dispatcher.ep.size // self.dispatcher.etp
 
     @property
     def rank(self) -> int:
-        """The number of this one among them."""
+        """Index of this rank among the ranks with different experts; etp ranks that share experts
+        have the same index."""
         return self.dispatcher.ep.index // self.dispatcher.etp
 
     @property
     def part(self) -> int:
-        """Which part of its experts' width this rank has."""
+        """Index of this rank among the etp ranks that share its experts."""
         return self.dispatcher.ep.index % self.dispatcher.etp
 
 
 def expert_parameter(sharding: MoESharding, spec: ParameterSpec, owners: ExpertOwners) -> Parameter:
-    """Make a parameter of experts, of which `owners` says which are here, without storage yet."""
+    """Make a parameter of experts without storage; `owners` has the local experts."""
     assert spec.over_ep, spec.name
     etp, part = sharding.dispatcher.etp, sharding.part
     sizes = spec.local_shape(sharding.tp.size, sharding.ranks, etp)

@@ -1,4 +1,4 @@
-"""Slices of a sequence hand on to each other how its tokens have chosen experts."""
+"""Routing state that the slices of a sequence share."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from megapipe.layers.scratch import ScratchKey
 
 @dataclass
 class SliceRoutingState:
-    """Of a layer and the sequences of a micro-batch: sums over the slices so far, which come in
-    ascending order.
+    """Routing sums of a layer and micro-batch over the slices so far, which come in ascending
+    order.
 
-    The counts of all slices are known when the first backward comes, which reads the same tensor.
+    Later slices add to `counts` in place, so the first backward reads the counts of all slices. A
+    scope is a set of tokens with one auxiliary loss (``model.moe.aux_loss_scope``).
     """
 
     counts: Tensor | None = None
-    """[scopes, experts], int64: choices that the balance term counts."""
+    """[scopes, experts], int64: choices that the auxiliary loss counts."""
     score_sums: Tensor | None = None
-    """[scopes, experts]: scores that sum to 1, of the tokens here."""
+    """[scopes, experts]: normalised scores, summed over the local tokens of each scope."""
     capacity_used: Tensor | None = None
-    """[sequences, experts + 1], int64: choices that have asked for a place, on all ranks; the last
-    column is of those that were dropped before."""
+    """[sequences, experts + 1], int64: choices that have asked for capacity, on all ranks; the last
+    column counts choices that were already dropped."""
 
 
 EARLIER = ScratchKey[SliceRoutingState]("earlier slices")
-"""Sums over the slices so far."""
+"""Key of the routing sums over the slices so far."""
 
 
 def added(total: Tensor | None, new: Tensor) -> Tensor:
-    """`total`, to which `new` is added in place, or `new` where there is none yet."""
+    """Return `total` with `new` added in place, or `new` if there is no total yet."""
     return new if total is None else total.add_(new)

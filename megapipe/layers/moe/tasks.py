@@ -1,4 +1,4 @@
-"""Weight gradients of a layer with experts, which wait for ``W``."""
+"""Weight gradients of an MoE layer, deferred to ``W``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megapipe.ops.moe.grouped import each_expert
 from megapipe.ops.weight_grad import AccumulateKernel, torch_accumulate
 
 _OfExperts = Tensor | Sequence[Tensor]
-"""[experts, ...]."""
+"""Values of all experts: one tensor [experts, ...], or one tensor [...] per expert."""
 
 
 class ExpertsTask:
-    """Weight and bias gradients of one linear layer of all experts that were computed here, from
-    rows of its input and of its output's gradient, added to what `grads` has for them; `weighted`
-    [rows] multiplies the bias."""
+    """Weight and bias gradients of one linear layer of all experts that this rank computed, from
+    rows of the layer's input `x` and output gradient `grad`, added to accumulators of `grads`.
+    `weighted` [rows]: weights of the choices, which multiply the bias."""
 
     __slots__ = ("_accumulate", "_bias", "_ends", "_grads", "grad", "weight", "weighted", "x")
 
@@ -41,7 +41,7 @@ class ExpertsTask:
         self.weighted = weighted
 
     def begin(self) -> None:
-        """Nothing is gathered."""
+        """Start nothing: no operand is gathered."""
 
     def run(self) -> None:
         grads = self._grads
@@ -70,7 +70,7 @@ class ExpertsTask:
 
 
 class RouterTask:
-    """Weight gradient of a router, in the type of its logits; `seen` is what it makes of x."""
+    """Weight gradient of a router, in the logits' type; `seen` maps x to the router's input."""
 
     __slots__ = ("_seen", "grad", "weight", "x")
 
@@ -81,7 +81,7 @@ class RouterTask:
         self._seen = seen
 
     def begin(self) -> None:
-        """Nothing is gathered."""
+        """Start nothing: no operand is gathered."""
 
     def run(self) -> None:
         add_product(self.weight, self.grad, self._seen(self.x), torch_accumulate)

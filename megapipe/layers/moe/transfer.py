@@ -1,12 +1,13 @@
-"""The hops by which rows travel between ranks: one all-to-all, or one within nodes and one between.
+"""All-to-all exchanges that send rows between ranks: one exchange, or one within nodes and one
+between nodes.
 
-With two hops (Tutel, Hwang et al., 2206.03382) a rank gives its rows first to the rank of its own
-node that has the place of their goal in the goal's node, which then exchanges with those that have
-this place in other nodes: as many bytes between nodes, in fewer and larger messages::
+With two exchanges (Tutel, Hwang et al., 2206.03382) a rank first sends its rows to the rank of its
+own node that has the target's local index. That rank then exchanges with the ranks of its local
+index on other nodes. The bytes between nodes are the same, in fewer and larger messages::
 
     rank (a, i)  --within node a-->  rank (a, j)  --between nodes-->  rank (b, j)
 
-Rows arrive in the order of the ranks that they are from, whichever way they went.
+Either way, rows arrive in the order of their source ranks.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ class AllToAll(NamedTuple):
 
     axis: Axis
     sends: Sequence[int]
-    """Rows for each member."""
+    """Number of rows for each member."""
     receives: Sequence[int]
-    """Rows from each member."""
+    """Number of rows from each member."""
 
 
 class Permute(NamedTuple):
-    """Blocks of rows that are put into another order, from (i, j) to (j, i)."""
+    """A transposition of blocks of rows, from order (i, j) to (j, i)."""
 
     blocks: Sequence[Sequence[int]]
-    """Rows of each, [i][j]."""
+    """Number of rows of each block, [i][j]."""
 
 
 Step = AllToAll | Permute
 Moved = Callable[[int, int], int]
-"""Rows that one member of the group has for another."""
+"""Function (source, target) that returns how many rows one member of the group sends to another."""
 StartExchange = Callable[[Tensor, Axis, Sequence[int], Sequence[int]], tuple[Tensor, Wait]]
-""":func:`start_exchange`, or what stands in its place."""
+"""Type of :func:`start_exchange` and of its replacements."""
 
 
 def start_exchange(
     rows: Tensor, axis: Axis, sends: Sequence[int], receives: Sequence[int]
 ) -> tuple[Tensor, Wait]:
     """Start to send the first `sends[0]` of `rows` [rows, ...] to member 0 of `axis`, the next
-    `sends[1]` to member 1, ...; return the rows that arrive, in the order of the members, and a
-    function that waits until they have."""
+    `sends[1]` to member 1, ... Return the rows to receive, in the order of the members, and a
+    function that waits for them."""
     shape = rows.shape[1:]
     of_row = prod(shape)
     parts = ([of_row * n for n in each] for each in (sends, receives))
@@ -62,7 +63,7 @@ def start_exchange(
 
 
 class Transfer:
-    """Rows that are sent in steps, coded; the first exchange has begun."""
+    """Transfer of encoded rows in steps; making the object starts the first exchange."""
 
     def __init__(
         self,
@@ -79,12 +80,12 @@ class Transfer:
         self._start()
 
     def start_next_hop(self) -> None:
-        """Start the next exchange, if there is one."""
+        """Start the next exchange (between nodes), if there is one."""
         if any(isinstance(step, AllToAll) for step in self._steps):
             self._start()
 
     def wait(self) -> Tensor:
-        """Return the rows, once all steps are done."""
+        """Return the decoded rows, once all steps are done."""
         while self._steps:
             self._start()
         self._wait()
@@ -93,7 +94,7 @@ class Transfer:
         return self._rows
 
     def _start(self) -> None:
-        """Take the steps that are left up to an exchange, which begins."""
+        """Complete the current exchange, run the steps before the next exchange, and start it."""
         self._wait()
         self._wait = done
         while self._steps:
@@ -112,7 +113,8 @@ def _permuted(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
 
 
 def dispatch_steps(moved: Moved, ep: Axis, hops: tuple[Axis, Axis] | None) -> list[Step]:
-    """From the tokens to the experts: in one hop, or within the node and between nodes."""
+    """List the steps from tokens to experts: one exchange over `ep`, or, if `hops` has the axes
+    within and between nodes, one exchange over each."""
     if ep.size == 1:
         return []
     if hops is None:
@@ -128,7 +130,7 @@ def dispatch_steps(moved: Moved, ep: Axis, hops: tuple[Axis, Axis] | None) -> li
 
 
 def combine_steps(moved: Moved, ep: Axis, hops: tuple[Axis, Axis] | None) -> list[Step]:
-    """From the experts to the tokens, the same way."""
+    """List the steps from experts to tokens, the reverse of :func:`dispatch_steps`."""
     if ep.size == 1:
         return []
     if hops is None:
@@ -154,20 +156,22 @@ Blocks = list[list[int]]
 
 
 def _two_hops(moved: Moved, inner: Axis, outer: Axis) -> tuple[Blocks, Blocks, Blocks]:
-    """Rows that this rank has for (node, place); that it passes on, from a place of its node to
-    other nodes; that are for it, from (node, place)."""
-    places, nodes = range(inner.size), range(outer.size)
+    """Return row counts: sent by this rank to each (node, local index); forwarded by this rank
+    from each local index to each node; received by this rank from each (node, local index)."""
+    inner_indices, nodes = range(inner.size), range(outer.size)
 
-    def rank(node: int, place: int) -> int:
-        return node * inner.size + place
+    def rank(node: int, inner_index: int) -> int:
+        return node * inner.size + inner_index
 
     me = rank(outer.index, inner.index)
-    own = [[moved(me, rank(node, place)) for place in places] for node in nodes]
+    own = [[moved(me, rank(node, inner_index)) for inner_index in inner_indices] for node in nodes]
     passing = [
-        [moved(rank(outer.index, place), rank(node, inner.index)) for node in nodes]
-        for place in places
+        [moved(rank(outer.index, inner_index), rank(node, inner.index)) for node in nodes]
+        for inner_index in inner_indices
     ]
-    coming = [[moved(rank(node, place), me) for place in places] for node in nodes]
+    coming = [
+        [moved(rank(node, inner_index), me) for inner_index in inner_indices] for node in nodes
+    ]
     return own, passing, coming
 
 

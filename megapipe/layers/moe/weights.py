@@ -1,4 +1,4 @@
-"""Weights of the experts that a rank computes, chunk by chunk, and where their gradients go."""
+"""Weights of the experts that a rank computes, chunk by chunk, and their gradient accumulators."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class ExpertWeights(NamedTuple):
     """Weights and biases of the experts of a chunk."""
 
     up: Tensor
-    """[experts, (2,) f, h]"""
+    """Up-projection, [experts, (2,) f, h]."""
     up_bias: Tensor | None
     down: Tensor
-    """[experts, h, f]"""
+    """Down-projection, [experts, h, f]."""
     down_bias: Tensor | None
-    """None also where another rank adds it, of those that have parts of the same experts."""
+    """Bias [experts, h]. Also None if another etp rank of the same experts adds the bias."""
 
 
 Parameters = tuple[Parameter, Parameter | None, Parameter, Parameter | None]
-"""Parameters of a layer on this rank, in the order of :class:`ExpertWeights`."""
+"""Expert parameters of a layer on this rank, in the order of :class:`ExpertWeights`."""
 
 
 class LocalExperts:
-    """Weights of the experts of this rank, and of the replicas that it has of others'."""
+    """Weights of the experts that this rank owns, and of the local replicas."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class LocalExperts:
         self._owned = len(parameters[0])
 
     def start(self, number: int) -> None:
-        """Start sending weights of replicas, if that has not been done."""
+        """Start sending weights to replicas, once, if `number` is the chunk of the replicas."""
         if self._replicas is not None and self._chunks[number].experts.start == self._owned:
             self._replicas.start_broadcast()
 
     def start_next_hop(self, number: int) -> None:
-        """Nothing is sent."""
+        """Start nothing: nothing is sent."""
 
     def wait(self, number: int) -> ExpertWeights:
         part = self._chunks[number].experts
@@ -65,17 +65,18 @@ class LocalExperts:
 
 
 class ExpertGrads:
-    """Where gradients of the experts that are computed here are added: into the main gradients of
-    this rank's experts, and into those of replicas."""
+    """Accumulators for gradients of the experts that this rank computes: main gradients of its
+    owned experts and of its replicas."""
 
     def __init__(self, replicas: ExpertReplicas | None = None) -> None:
         self._replicas = replicas
 
     def of(self, parameter: Parameter) -> Tensor | Sequence[Tensor]:
-        """Return what the gradients of `parameter` are added into, [experts, ...]."""
+        """Return the accumulators for the gradients of `parameter`, [experts, ...]."""
         if self._replicas is None:
             return main_grad(parameter)
         return self._replicas.main_grads(parameter)
 
     def finish(self, grads: Tensor | Sequence[Tensor], parameter: Parameter) -> None:
-        """Hand on what :meth:`of` returned, once all gradients are in it."""
+        """Finish the accumulators that :meth:`of` returned, once all gradients are added to them.
+        Fetched experts need it; here it does nothing."""

@@ -1,1 +1,1 @@
-"""How experts are split over ranks: the section `experts`, resolved and checked."""
+"""Resolves and checks the section `experts`: how experts are split over ranks."""

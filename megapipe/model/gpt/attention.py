@@ -24,9 +24,11 @@ from megapipe.ops.rotary import RotaryKernel
 
 
 class _Turned(Function):
-    """Rotates a part of `x` in place, and of its gradient back; only the tables are kept.
+    """Rotary embedding of a part of `x`, in place. The backward rotates the gradient back, in place
+    too.
 
-    `part` is a view of it, [s, b, ..., d]. No other function may use or save its input.
+    `part`: function that returns the view of `x` to rotate, [s, b, ..., d]. Only the tables are
+    saved. No other function may use or save `x`.
     """
 
     @staticmethod
@@ -36,31 +38,31 @@ class _Turned(Function):
         part: Callable[[Tensor], Tensor],
         rotate: RotaryKernel,
         rotary: Tables,
-        graph_only: bool,
+        skip_output: bool,
     ) -> Tensor:
         ctx.part, ctx.rotate, ctx.rotary = part, rotate, rotary
-        if not graph_only:
+        if not skip_output:
             rotate(part(x), *rotary, 1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # the gradient of nothing else: parts of it were joined, or attention made it
+        # no other function uses this gradient: parts of it were joined, or attention made it
         cos, sin = ctx.rotary
         ctx.rotate(ctx.part(grad), cos, sin, -1)
         return grad, None, None, None, None
 
 
 def merge_heads(y: Tensor) -> Tensor:
-    """The heads of each position in one row: [b, heads, s, d] -> [s, b, heads * d]."""
+    """Join the heads of each position: [b, heads, s, d] -> [s, b, heads * d]."""
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
 class Attention(nn.Module):
-    """Causal self-attention in two steps: :meth:`project` of [s(/tp), b, h], a call does the rest.
+    """Causal self-attention in two steps: :meth:`project`, then :meth:`forward` of its output.
 
-    Rows of the qkv weight are ordered by key/value head: its query heads, its key, its value; so
-    a contiguous range of rows is a whole number of groups, for any tp that divides kv_heads.
+    Rows of the qkv weight are grouped by key/value head: the group's query heads, its key, its
+    value. So each tp rank has whole groups in a contiguous range of rows if tp divides kv_heads.
     """
 
     def __init__(
@@ -87,16 +89,16 @@ class Attention(nn.Module):
             self.q_norm = self._head_norm(parameters, f"{name}.q_norm")
             self.k_norm = self._head_norm(parameters, f"{name}.k_norm")
 
-    def project(self, x: Tensor, rotary: Tables | None, graph_only: bool = False) -> Tensor:
-        """Normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp].
+    def project(self, x: Tensor, rotary: Tables | None, skip_output: bool = False) -> Tensor:
+        """Project normed [s(/tp), b, h] -> [s, b, (heads + 2 kv_heads) d / tp].
 
-        Rotated by `rotary`, the tables of these positions, unless queries and keys are normed
-        first. With `graph_only` the output has no value.
+        Queries and keys are rotated with the tables `rotary`. With q/k norms :meth:`forward`
+        rotates them instead, after the norms. With `skip_output` the output has no value.
         """
-        qkv = self.qkv(x, graph_only)
+        qkv = self.qkv(x, skip_output)
         if rotary is None or self.q_norm is not None:
             return qkv
-        return _Turned.apply(qkv, self.rotated_view, self.rotate, rotary, graph_only)
+        return _Turned.apply(qkv, self.rotated_view, self.rotate, rotary, skip_output)
 
     def forward(
         self,
@@ -104,34 +106,33 @@ class Attention(nn.Module):
         mb: MicroBatch,
         rotary: Tables | None = None,
         cache: KVCache | None = None,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
-        """The output of :meth:`project` -> [s(/tp), b, h].
+        """Attend, given the output of :meth:`project`, and project -> [s(/tp), b, h].
 
-        `cache` is there where these positions are a slice. With `graph_only` the output has no
-        value.
+        `cache`: keys and values of earlier slices. With `skip_output` the output has no value.
         """
         q, k, v = self.heads(qkv) if self.q_norm is None else self._normed(qkv, rotary)
         context = self.sharding.kernels.context
         shares = self.q_norm is None and self.queries > 1 and self.groups > 1
         if shares and (cache is None or context is not None):
-            k, v = k.contiguous(), v.contiguous()  # q is a copy: let go of what it comes from
+            k, v = k.contiguous(), v.contiguous()  # q is a copy, so this frees qkv
         if context is not None:
             y = context.attend(q, k, v, mb, self.scores, self.layer, cache)
-            return self.out(y.flatten(2), graph_only)
+            return self.out(y.flatten(2), skip_output)
         if cache is not None:
             k, v = cache.extend(self.layer, mb.start, k, v)
         y = self._attend(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), mb)
-        return self.out(merge_heads(y), graph_only)
+        return self.out(merge_heads(y), skip_output)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d]."""
-        # by split, whose backward joins the gradients; that of a slice would fill all of qkv
+        """Split qkv: queries [s, b, heads / tp, d], keys and values [s, b, kv_heads / tp, d]."""
+        # split's backward joins the gradients; that of a slice would fill all of qkv
         q, k, v = self._split(qkv)
         return q.reshape(*q.shape[:2], -1, self.head_dim), k.squeeze(3), v.squeeze(3)
 
     def _normed(self, qkv: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, with queries and keys normed and rotated."""
+        """Split qkv into queries, keys and values; norm and rotate queries and keys."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         q, k, v = self._split(qkv)
@@ -143,7 +144,7 @@ class Attention(nn.Module):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
     def rotated_view(self, qkv: Tensor) -> Tensor:
-        """View of what is rotated in the output of :meth:`project`, [s, b, groups, n, d]."""
+        """Return the view of :meth:`project`'s output that is rotated, [s, b, groups, n, d]."""
         return self._rotated_width(self._grouped(qkv)[..., :-1, :])
 
     def _rotated_width(self, x: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class Attention(nn.Module):
             parameters[f"{name}.weight"],
             centred=False,
             eps=self.config.norm_eps,
-            offset=self.config.norm_offset,
+            offset=self.config.zero_centered_norm,
             kernel=self.sharding.kernels.head_norm,
         )
 
@@ -166,7 +167,7 @@ class Attention(nn.Module):
         return qkv.view(*qkv.shape[:2], self.groups, self.queries + 2, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mb: MicroBatch) -> Tensor:
-        """q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
+        """Attend with q [b, heads, s, d], k and v [b, groups, t, d] -> [b, heads, s, d].
 
         The queries are the last s of the t positions.
         """

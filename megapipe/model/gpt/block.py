@@ -1,4 +1,4 @@
-"""Transformer layers: attention and MLP, each behind a norm, each added to the residual."""
+"""Transformer layers: attention and MLP, each after a norm, each added to the residual."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
 from megapipe.layers.dropout import dropout
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.lora_specs import Lora
@@ -16,35 +17,34 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import ActivationOffload, save_policy
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layers.recompute import SavePolicy, Segment, save_all
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.adapters import adapt
 from megapipe.model.gpt.attention import Attention
 from megapipe.model.gpt.lora import with_adapters
 from megapipe.model.gpt.mlp import MLP
-from megapipe.model.gpt.moe.mixture import MoELayer
+from megapipe.model.gpt.moe.moe_layer import MoELayer
 from megapipe.model.gpt.parameters import Named, block_parameters, layer_of
 from megapipe.model.gpt.rotary import Rotaries, Tables
-from megapipe.model.own_norm import load_norm
+from megapipe.model.user_norm import load_norm
 
 Rotary = Tables | None
 
 RunBlock = Callable[["Block", Tensor, MicroBatch, Rotary, bool], Tensor]
-"""(block, x, micro-batch, rotary, graph_only) -> y, of whole sequences."""
+"""Function (block, x, micro-batch, rotary, skip_output) -> y, for whole sequences (no slices)."""
 
 
 class Block(nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value.
+    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h], without values if `skip_output`.
 
-    Four segments, each of which ends in a linear layer: norm and projection, attention and its
-    output, norm and widening, activation and narrowing. A segment's input and what it saves are
-    kept for its backward as the block's policy says. Norms after them are outside of segments. With
-    a mixture in the place of the MLP its experts are a segment.
+    It consists of four segments, each with a linear layer at its end: norm and qkv, attention and
+    output projection, norm and up, activation and down. The block's policy says which segments are
+    recomputed or offloaded. Norms after a branch belong to no segment. In an MoE layer the routed
+    experts are one segment.
     """
 
     mlp: MLP
-    """Where there is no mixture."""
+    """The MLP; missing in an MoE layer."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Block(nn.Module):
         self.set_policy(BlockPolicy(), ActivationOffload())
 
     def set_policy(self, policy: BlockPolicy, host: ActivationOffload) -> None:
-        """Let segments recompute and offload as `policy` says, offloading to `host`."""
+        """Recompute and offload segments as `policy` says; `host`: store of offloaded tensors."""
         self.of_norms = save_policy(policy, "norm", host)
         self.of_attention = save_policy(policy, "attention", host)
         self.of_activation = save_policy(policy, "mlp_activation", host)
@@ -96,34 +96,35 @@ class Block(nn.Module):
         mb: MicroBatch,
         rotary: Rotary,
         cache: KVCache | None = None,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
         if self.compiled is not None:
             assert cache is None, "a compiled block takes whole sequences"
-            return self.compiled(self, x, mb, rotary, graph_only)
+            return self.compiled(self, x, mb, rotary, skip_output)
         qkv = self.of_norms(self._project, x, rotary)
         y = self.of_attention(self._attend, qkv, mb, rotary, cache)
         y = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        given = x if self.parallel else y
+        mlp_input = x if self.parallel else y
         if self.mixture is not None:
-            return y + self.run_moe(self.mixture, self.mlp_norm(given), mb, graph_only)
-        wide = self.of_norms(self._widen, given)
+            return y + self.run_moe(self.mixture, self.mlp_norm(mlp_input), mb, skip_output)
+        wide = self.of_norms(self._widen, mlp_input)
         if self.mlp_post_norm is not None:
             return y + self.mlp_post_norm(self.of_activation(self._narrow, wide, mb))
-        return y + self.of_activation(self._narrow, wide, mb, graph_only=graph_only)
+        return y + self.of_activation(self._narrow, wide, mb, skip_output=skip_output)
 
-    def run_moe(self, mixture: MoELayer, x: Tensor, mb: MicroBatch, graph_only: bool) -> Tensor:
-        """The branch of a mixture of experts, of its input."""
+    def run_moe(self, mixture: MoELayer, x: Tensor, mb: MicroBatch, skip_output: bool) -> Tensor:
+        """Return the output of the MoE layer with its norm and dropout; `x`: the layer's input."""
         if self.mlp_post_norm is not None:
             return self.mlp_post_norm(self._drop(mixture(x, mb, False), mb, "mlp_out"))
-        return self._drop(mixture(x, mb, graph_only), mb, "mlp_out")
+        return self._drop(mixture(x, mb, skip_output), mb, "mlp_out")
 
     def tables(self, rotary: Rotaries) -> Rotary:
-        """Those of its layer."""
+        """Return this layer's rotary tables. A sliding-window layer uses `rotary.local`, unless
+        that is None."""
         return rotary.local if self.is_local and rotary.local is not None else rotary.whole
 
-    def _project(self, x: Tensor, rotary: Rotary, graph_only: bool = False) -> Tensor:
-        return self.attention.project(self.attention_norm(x), rotary, graph_only)
+    def _project(self, x: Tensor, rotary: Rotary, skip_output: bool = False) -> Tensor:
+        return self.attention.project(self.attention_norm(x), rotary, skip_output)
 
     def _attend(
         self,
@@ -131,16 +132,16 @@ class Block(nn.Module):
         mb: MicroBatch,
         rotary: Rotary,
         cache: KVCache | None,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
-        y = self.attention(qkv, mb, rotary, cache, graph_only)
+        y = self.attention(qkv, mb, rotary, cache, skip_output)
         return self._drop(y, mb, "attention_out")
 
-    def _widen(self, x: Tensor, graph_only: bool = False) -> Tensor:
-        return self.mlp.up(self.mlp_norm(x), graph_only)
+    def _widen(self, x: Tensor, skip_output: bool = False) -> Tensor:
+        return self.mlp.up(self.mlp_norm(x), skip_output)
 
-    def _narrow(self, wide: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
-        return self._drop(self.mlp(wide, graph_only), mb, "mlp_out")
+    def _narrow(self, wide: Tensor, mb: MicroBatch, skip_output: bool = False) -> Tensor:
+        return self._drop(self.mlp(wide, skip_output), mb, "mlp_out")
 
     def _drop(self, y: Tensor, mb: MicroBatch, purpose: str) -> Tensor:
         p = self.dropout if self.training else 0.0
@@ -157,7 +158,7 @@ class Blocks(nn.ModuleList):
         self._spans: list[tuple[Segment, SavePolicy]] = [(partial(_through, blocks), save_all)]
 
     def use(self, spans: Sequence[BlockSpan]) -> None:
-        """Set which activations the blocks keep: `spans` cover all blocks in order."""
+        """Set what blocks recompute and offload; `spans` cover all blocks in order."""
         assert sum(span.blocks for span in spans) == len(self)
         self._spans.clear()
         stop = 0
@@ -170,13 +171,13 @@ class Blocks(nn.ModuleList):
                 block.set_policy(span.policy, self._host)
 
     def forward(
-        self, x: Tensor, mb: MicroBatch, rotary: Rotaries, cache: KVCache | None, graph_only: bool
+        self, x: Tensor, mb: MicroBatch, rotary: Rotaries, cache: KVCache | None, skip_output: bool
     ) -> Tensor:
-        """With `graph_only` the output has no value."""
+        """Run the blocks; with `skip_output` the output has no value."""
         self._host.begin()
         last = len(self._spans) - 1
         for i, (segment, how) in enumerate(self._spans):
-            x = how(segment, x, mb, rotary, cache, graph_only=graph_only and i == last)
+            x = how(segment, x, mb, rotary, cache, skip_output=skip_output and i == last)
         return x
 
 
@@ -186,11 +187,11 @@ def _through(
     mb: MicroBatch,
     rotary: Rotaries,
     cache: KVCache | None,
-    graph_only: bool = False,
+    skip_output: bool = False,
 ) -> Tensor:
     last = len(blocks) - 1
     for i, block in enumerate(blocks):
-        x = block(x, mb, block.tables(rotary), cache, graph_only and i == last)
+        x = block(x, mb, block.tables(rotary), cache, skip_output and i == last)
     return x
 
 
@@ -200,6 +201,6 @@ def new_norm(sharding: Sharding, config: ModelConfig, parameters: Named, name: s
         *layer_of(parameters, name),
         centred=config.norm == "layernorm",
         eps=config.norm_eps,
-        offset=config.norm_offset,
+        offset=config.zero_centered_norm,
         kernel=load_norm(config.norm) if config.own_norm else None,
     )

@@ -1,4 +1,4 @@
-"""Checks that the sizes of a GPT fit each other; an error says in one line what would be right."""
+"""Checks that the sizes of a GPT fit each other. Each error says what would be right."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,13 @@ from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.moe.checks import check_experts
 from megapipe.model.interface import RunShape
-from megapipe.model.own_norm import load_norm
-from megapipe.words import divisors_hint
+from megapipe.model.user_norm import load_norm
+from megapipe.text import divisors_hint
 
 
-def check(model: ModelConfig, given: RunShape) -> None:
-    """Raise :class:`ConfigError` for the first thing that is wrong."""
-    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, given.tp
+def check(model: ModelConfig, conditions: RunShape) -> None:
+    """Check the sizes of a model; raise :class:`ConfigError` for the first error."""
+    heads, kv_heads, tp = model.heads, model.kv_heads or model.heads, conditions.tp
     if heads % kv_heads:
         raise ConfigError(
             f"model.heads={heads} is not divisible by model.kv_heads={kv_heads}: "
@@ -32,51 +32,51 @@ def check(model: ModelConfig, given: RunShape) -> None:
     if model.positions == "rotary":
         _check_rotary(model)
     for key, is_set in (
-        ("window", model.window is not None),
+        ("sliding_window", model.sliding_window is not None),
         ("attention_softcap", model.attention_softcap is not None),
         ("positions=alibi", model.positions == "alibi"),
     ):
         if is_set and model.dropout:
             raise ConfigError(f"model.{key} needs model.dropout=0, not {model.dropout:g}")
-    length = given.sequence_length
+    length = conditions.sequence_length
     if model.positions == "learned" and model.max_positions and length > model.max_positions:
         raise ConfigError(
             f"train.sequence_length={length} is longer than the position table, "
             f"model.max_positions={model.max_positions}: expected at most that"
         )
-    if given.loss is not None and tp > 1:
+    if conditions.loss is not None and tp > 1:
         raise ConfigError(
-            f"train.loss={given.loss} sees whole logits, which parallel.tp={tp} splits: expected "
-            "tp 1, or no loss of your own"
+            f"train.loss_function={conditions.loss} needs whole logits, which parallel.tp={tp} "
+            "splits: expected parallel.tp=1, or train.loss_function=null"
         )
-    if given.compile and model.dropout:
+    if conditions.compile and model.dropout:
         raise ConfigError(f"kernels.compile=true needs model.dropout=0, not {model.dropout:g}")
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    width = (model.head_dim or 0) * model.rotary_share
+    rope, width = model.rope, (model.head_dim or 0) * model.rope.percent
     if width % 2:
-        share = "" if model.rotary_share == 1 else f" x model.rotary_share={model.rotary_share:g}"
+        percent = "" if rope.percent == 1 else f" x model.rope.percent={rope.percent:g}"
         raise ConfigError(
-            f"model.head_dim={model.head_dim} (hidden / heads by default){share} is "
-            f"{'odd' if width == int(width) else f'{width:g}'}: model.positions=rotary turns pairs "
-            "of coordinates and needs an even one"
+            f"model.head_dim={model.head_dim} (hidden / heads by default){percent} is "
+            f"{'odd' if width == int(width) else f'{width:g}'}: model.positions=rotary rotates "
+            "pairs of coordinates and needs an even width"
         )
-    if model.rotary_scaling in ("llama3", "yarn"):
-        if model.rotary_original_positions is None:
+    if rope.scaling in ("llama3", "yarn"):
+        if rope.original_positions is None:
             raise ConfigError(
-                f"model.rotary_scaling={model.rotary_scaling} needs "
-                "model.rotary_original_positions: the sequence length of the first training"
+                f"model.rope.scaling={rope.scaling} needs model.rope.original_positions: the "
+                "sequence length of the first training"
             )
-        if model.rotary_turns_low >= model.rotary_turns_high:
+        if rope.low_freq_factor >= rope.high_freq_factor:
             raise ConfigError(
-                f"model.rotary_turns_low={model.rotary_turns_low:g} is not below "
-                f"model.rotary_turns_high={model.rotary_turns_high:g}"
+                f"model.rope.low_freq_factor={rope.low_freq_factor:g} is not below "
+                f"model.rope.high_freq_factor={rope.high_freq_factor:g}"
             )
 
 
 def resolved(model: ModelConfig, vocab_size: int | None, sequence_length: int) -> ModelConfig:
-    """The model with every default filled in; ``vocab_size`` stays None if neither is given."""
+    """Return the model with all defaults filled in; an unknown ``vocab_size`` stays None."""
     if model.head_dim is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden={model.hidden} is not divisible by model.heads={model.heads}: "

@@ -1,15 +1,15 @@
-"""Blocks under torch.compile, whose weight gradients still wait for ``W``.
+"""Blocks under torch.compile, with weight gradients still deferred to ``W``.
 
-Inductor may write over a tensor that a compiled graph keeps to itself, so all that is queued has to
-leave the graph. A block is traced as a pure function. The inputs of its linear layers are further
-outputs of the forward. Each layer has a *sink*, an input that the forward does not read, whose
-gradient is that of the layer's output. Outside the graph an autograd function gives out the sinks,
-is given their gradients when the compiled backward is done, and queues the pairs for the kernels
-that run without compilation too (:mod:`megapipe.layers.weight_grad`). The gradients of norms are
-computed by the graph, within ``I``.
+Inductor may overwrite a tensor that only the compiled graph holds, so the tensors that ``W`` needs
+must leave the graph. A block is traced as a pure function with additional outputs: the inputs of
+its linear layers. For each linear layer the function also takes a *sink*, an input that the forward
+does not read. The sink's gradient is the gradient of the layer's output. An autograd function
+outside the graph creates the sinks, gets their gradients after the compiled backward, and queues
+the pairs for the uncompiled kernels (:mod:`megapipe.layers.weight_grad`). The graph computes the
+gradients of norms, within ``I``.
 
-A block that routes its tokens runs uncompiled from there on, behind a graph that ends with the
-input of its router: how many go where is known to nobody before.
+In an MoE block the graph ends with the router's input. The MoE layer runs uncompiled, as the number
+of rows per expert is not known beforehand.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megapipe.ops.rotary import rotated
 
 
 class CompiledBlock:
-    """Runs the blocks of a stage, which have the same sizes, by shared graphs.
+    """Compiled graphs that all blocks of a stage share; the blocks have equal sizes.
 
-    The first call of a kind compiles its graph: there is one for each shape, in training, with
-    `graph_only`, and without gradients. Dropout and slices are for uncompiled blocks. Where
-    positions are split over ranks there are two graphs, one before attention and one after it.
+    For each shape there are three kinds of calls: training, with `skip_output`, and without
+    gradients. The first call of a kind compiles its graph. Dropout and slices need uncompiled
+    blocks. Under context parallelism a call runs two graphs, one before and one after attention.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -54,9 +54,9 @@ class CompiledBlock:
         self._between = compiler(from_attention_to_mlp)
 
     def __call__(
-        self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, graph_only: bool
+        self, block: Block, x: Tensor, mb: MicroBatch, rotary: Rotary, skip_output: bool
     ) -> Tensor:
-        """[s(/tp), b, h] -> [s(/tp), b, h]; with `graph_only` the output has no value."""
+        """Run `block`, [s(/tp), b, h] -> [s(/tp), b, h], without values if `skip_output`."""
         assert not (block.training and block.dropout), "a compiled block has no dropout"
         layers = [block.attention.qkv, block.attention.out]
         if block.mixture is None:
@@ -66,17 +66,17 @@ class CompiledBlock:
         if torch.is_grad_enabled():
             sinks = _Sinks.apply(x.new_empty(0).requires_grad_(), harvest, x)
         else:
-            x = x.detach()  # one graph, whatever x could be differentiated for
+            x = x.detach()  # one graph, whether or not x requires a gradient
         linears = [_linear(layer, sink) for layer, sink in zip(layers, sinks, strict=True)]
         if block.sharding.kernels.context is not None:
-            return self._around_attention(block, x, mb, rotary, linears, harvest, graph_only)
+            return self._around_attention(block, x, mb, rotary, linears, harvest, skip_output)
         length = layers[0].output_shape(x)[0]
         mask = None if mb.documents is None else mb.documents.mask(length)
         if block.mixture is None:
-            y, harvest.inputs = self._run(block, x, rotary, mask, linears, graph_only)
+            y, harvest.inputs = self._run(block, x, rotary, mask, linears, skip_output)
             return y
-        y, given, harvest.inputs = self._until_mlp(block, x, rotary, mask, linears)
-        return y + block.run_moe(block.mixture, given, mb, graph_only)
+        y, mlp_input, harvest.inputs = self._until_mlp(block, x, rotary, mask, linears)
+        return y + block.run_moe(block.mixture, mlp_input, mb, skip_output)
 
     def _around_attention(
         self,
@@ -86,37 +86,37 @@ class CompiledBlock:
         rotary: Rotary,
         linears: Sequence[_Linear],
         harvest: _Harvest,
-        graph_only: bool,
+        skip_output: bool,
     ) -> Tensor:
-        """By two graphs, with attention between them, whose ranks send each other messages."""
+        """Run a graph, then context-parallel attention uncompiled, then another graph."""
         context, attention = block.sharding.kernels.context, block.attention
         assert context is not None
         normed, q, k, v = self._before(block, x, rotary, linears[0])
         mixed = context.attend(q, k, v, mb, attention.scores, attention.layer).flatten(2)
         if block.mixture is None:
-            y, inputs = self._after(block, x, mixed, linears[1:], graph_only)
+            y, inputs = self._after(block, x, mixed, linears[1:], skip_output)
             harvest.inputs = normed, *inputs
             return y
-        y, given, of_out = self._between(block, x, mixed, linears[1])
+        y, mlp_input, of_out = self._between(block, x, mixed, linears[1])
         harvest.inputs = normed, of_out
-        return y + block.run_moe(block.mixture, given, mb, graph_only)
+        return y + block.run_moe(block.mixture, mlp_input, mb, skip_output)
 
 
 class _Harvest:
-    """Inputs and gradients that the weight gradients of one block and micro-batch need."""
+    """Inputs and output gradients of one block's linear layers, for weight gradients."""
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
         self.layers = layers
         self.inputs: Sequence[Tensor] = ()
 
     def queue(self, grads: Sequence[Tensor]) -> None:
-        """Leave the weight gradients to ``W``, in the order of the backward."""
+        """Defer the weight gradients to ``W``; `grads`: output gradients of the linear layers."""
         tasks = list(map(LinearTask, self.layers, self.inputs, grads))
         self.layers[0].sharding.queue.put(*reversed(tasks))
 
 
 class _Sinks(Function):
-    """Gives out the sinks of a block's layers; its backward runs after that of the graph."""
+    """Creates the sinks of a block's layers; its backward runs after the graph's backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, harvest: _Harvest, x: Tensor) -> tuple[Tensor, ...]:
@@ -133,24 +133,24 @@ class _Sinks(Function):
 
 
 class _Linear(NamedTuple):
-    """A linear layer as the graph sees it."""
+    """Weight, bias and sink of a linear layer, as arguments of a graph."""
 
     weight: Tensor
-    """[out, in]; the graph has no gradient for it, nor for the bias."""
+    """Weight [out, in]; the graph computes no gradient of weight or bias."""
     bias: Tensor | None
     sink: Tensor | None
 
 
 def _linear(layer: ParallelLinear, sink: Tensor | None) -> _Linear:
-    # data: weights that are gathered again between forward and backward are no change of values
+    # .data: gathering the weights again between forward and backward does not count as a change
     bias = layer.vector()
     return _Linear(layer.matrix().data, None if bias is None else bias.data, sink)
 
 
 class _Product(Function):
-    """A column- or row-parallel layer, whose sink gets the gradient of the output.
+    """Product of a column- or row-parallel layer. The sink gets the gradient of the output.
 
-    With `graph_only` the output has no value.
+    With `skip_output` the output has no value.
     """
 
     @staticmethod
@@ -162,12 +162,12 @@ class _Product(Function):
         sink: Tensor | None,
         sharding: Sharding,
         column: bool,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.sharding, ctx.column = sharding, column
-        if graph_only:
-            assert not column, "it is the row-parallel layer at its end that a segment leaves out"
+        if skip_output:
+            assert not column, "a segment can omit only the row-parallel layer at its end"
             split = sharding.tp.size if sharding.sequence_split else 1
             return x.new_zeros(x.shape[0] // split, *x.shape[1:-1], len(weight))
         product = column_product if column else row_product
@@ -181,7 +181,7 @@ class _Product(Function):
 
 
 class _Masked:
-    """Documents of which only the mask [b, 1, s, s] is known."""
+    """Replacement of :class:`Documents` that has only a mask [b, 1, s, s]."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
@@ -196,27 +196,28 @@ def run_block(
     rotary: Rotary,
     mask: Tensor | None,
     linears: Sequence[_Linear],
-    graph_only: bool,
+    skip_output: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The function that is compiled: the output [s(/tp), b, h], and the linear layers' inputs."""
+    """Run a block: return its output [s(/tp), b, h] and the inputs of its linear layers."""
     normed, mixed = attended(block, x, rotary, mask, linears[0])
-    y, inputs = after_attention(block, x, mixed, linears[1:], graph_only)
+    y, inputs = after_attention(block, x, mixed, linears[1:], skip_output)
     return y, (normed, *inputs)
 
 
 def run_until_mlp(
     block: Block, x: Tensor, rotary: Rotary, mask: Tensor | None, linears: Sequence[_Linear]
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """For a block that routes: what is added to, the router's input, those of linear layers."""
+    """Run a block up to its MoE layer. Return the residual, the router's input, and the inputs of
+    the linear layers."""
     normed, mixed = attended(block, x, rotary, mask, linears[0])
-    y, given, of_out = from_attention_to_mlp(block, x, mixed, linears[1])
-    return y, given, (normed, of_out)
+    y, mlp_input, of_out = from_attention_to_mlp(block, x, mixed, linears[1])
+    return y, mlp_input, (normed, of_out)
 
 
 def attended(
     block: Block, x: Tensor, rotary: Rotary, mask: Tensor | None, qkv: _Linear
 ) -> tuple[Tensor, Tensor]:
-    """The linear layer's input, and attention's output [s, b, h / tp]."""
+    """Run norm, qkv and attention: return qkv's input and attention's output [s, b, h / tp]."""
     attention = block.attention
     documents = None if mask is None else cast(Documents, _Masked(mask))
     normed, q, k, v = before_attention(block, x, rotary, qkv)
@@ -228,7 +229,7 @@ def attended(
 def before_attention(
     block: Block, x: Tensor, rotary: Rotary, qkv: _Linear
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The linear layer's input, queries [s, b, heads / tp, d], keys and values."""
+    """Run norm and qkv. Return the input of qkv, queries [s, b, heads / tp, d], keys and values."""
     attention = block.attention
     normed = block.attention_norm(x)
     q, k, v = attention.heads(_Product.apply(normed, *qkv, block.sharding, True))
@@ -241,9 +242,10 @@ def before_attention(
 
 
 def after_attention(
-    block: Block, x: Tensor, mixed: Tensor, linears: Sequence[_Linear], graph_only: bool
+    block: Block, x: Tensor, mixed: Tensor, linears: Sequence[_Linear], skip_output: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """From attention's output [s, b, h / tp] to the block's, and the inputs of linear layers."""
+    """Run the rest of a block after attention; `mixed` is attention's output. Return the block's
+    output and the inputs of its linear layers out, up and down."""
     sharding, mlp = block.sharding, block.mlp
     out, up, down = linears
     y, widened, of_out = from_attention_to_mlp(block, x, mixed, out)
@@ -251,15 +253,15 @@ def after_attention(
     if block.mlp_post_norm is not None:
         y = y + block.mlp_post_norm(_Product.apply(active, *down, sharding, False))
     else:
-        y = y + _Product.apply(active, *down, sharding, False, graph_only)
+        y = y + _Product.apply(active, *down, sharding, False, skip_output)
     return y, (of_out, widened.detach(), active.detach())
 
 
 def from_attention_to_mlp(
     block: Block, x: Tensor, mixed: Tensor, out: _Linear
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From attention's output [s, b, h / tp] to what the MLP adds to, and its input; and the linear
-    layer's input."""
+    """Run a block from attention's output (`mixed`, [s, b, h / tp]) to the MLP: return the
+    residual, the MLP's input, and the input of the output projection."""
     z = _Product.apply(mixed, *out, block.sharding, False)
     if block.attention_post_norm is not None:
         z = block.attention_post_norm(z)

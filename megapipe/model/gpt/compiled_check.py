@@ -1,4 +1,4 @@
-"""Whether this torch compiles the blocks of a model right, before a run relies on it."""
+"""Check, before a run, that this version of torch compiles a model's blocks correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megapipe.layers.parameter import Sharding, spec_of
 from megapipe.layers.weight_grad import WeightGradQueue
 from megapipe.model.gpt.block import Block, Rotary
 from megapipe.model.gpt.compiled import CompiledBlock
-from megapipe.model.gpt.moe.mixture import MoELayer
+from megapipe.model.gpt.moe.moe_layer import MoELayer
 from megapipe.model.gpt.rotary import Rotaries, rotaries
 from megapipe.ops.documents import Documents
 
@@ -29,7 +29,8 @@ TOLERANCE = {
     torch.float16: 0.2,
     torch.bfloat16: 0.2,
 }
-"""Largest relative error of a result, in norms; a tensor written over differs by about 1."""
+"""Maximum relative error, norm of the difference / norm of the result, by number type. A tensor
+that the compiled graph overwrote has an error of about 1."""
 
 
 def check_compiled(
@@ -38,21 +39,23 @@ def check_compiled(
     *,
     length: int,
     rows: Collection[int],
-    again: bool,
+    recompute: bool,
     documents: bool,
     device: torch.device,
-    held: LocalPositions | None = None,
+    local_positions: LocalPositions | None = None,
 ) -> None:
     """Compare a compiled block of random weights with the same block uncompiled.
 
-    For each number in `rows`, two micro-batches of that many sequences of `length` tokens are in
-    flight at once. Compared are outputs, with a graph and without, input gradients, gradients of
-    norms, and all that is queued for the weight gradients; if forwards are run `again`, also with
-    `graph_only`. `held` are the positions that are here, where not all are. All processes of a tp
-    or cp group call it. Raises :class:`ConfigError`.
+    `rows`: the micro-batch sizes to check, in sequences of `length` tokens. For each size, two
+    micro-batches are in flight at once. The check compares outputs (with and without gradients),
+    input gradients, gradients of norms, and all tensors queued for weight gradients. With
+    `recompute` it also compares a recomputed forward (`skip_output`). `documents`: whether
+    attention gets a document mask. `local_positions`: this rank's positions, if cp splits
+    sequences. Collective over tp or cp. Raises :class:`ConfigError` for a difference.
 
-    This compiles all graphs of training steps and validation before they begin. Compiling waits for
-    the device, which within a step would wait for a receive, and so for another pipeline rank.
+    The check also compiles every graph of training and validation before the first step. A rank
+    that compiled within a step would wait for its device, and the device for a receive from another
+    rank.
     """
     assert sharding.kernels.compiler is not None
     own = replace(sharding, queue=WeightGradQueue())
@@ -74,7 +77,7 @@ def check_compiled(
                 parameter.copy_(spec.fill + drawn / 10 if spec.std is None else drawn * spec.std)
         return block
 
-    here = Positions.whole(length) if held is None else held.own
+    here = Positions.whole(length) if local_positions is None else local_positions.own
     split = sharding.tp.size if sharding.sequence_split else 1
     tables = Rotaries(None)
     if config.positions == "rotary":
@@ -89,28 +92,26 @@ def check_compiled(
         data = [(draw(shape), draw(shape)) for _ in range(2)]
         ids = (torch.arange(length) * 3 // length).expand(number, length)
         ends = Documents(ids, device) if documents else None
-        mb = MicroBatch(0, 0, 0, documents=ends, local_positions=held)
-        for graph_only in (False, True) if again else (False,):
+        mb = MicroBatch(0, 0, 0, documents=ends, local_positions=local_positions)
+        for skip_output in (False, True) if recompute else (False,):
             block.compiled = compiled
             try:
-                found = _results(block, data, mb, rotary, graph_only=graph_only)
-            except Exception as error:  # a compiler that is missing or fails does so in many ways
+                found = _results(block, data, mb, rotary, skip_output=skip_output)
+            except Exception as error:  # a missing or failing compiler raises many kinds of errors
                 raise ConfigError(
-                    "kernels.compile=true: torch.compile fails here: "
-                    f"{_reason(error)}; expected false"
+                    f"kernels.compile=true: torch.compile fails: {_reason(error)}; expected false"
                 ) from error
             block.compiled = None
-            _compare(found, _results(block, data, mb, rotary, graph_only=graph_only))
+            _compare(found, _results(block, data, mb, rotary, skip_output=skip_output))
 
 
 class _Through(MoELayer):
-    """In the place of experts, which are not compiled: in a block with other rounding errors they
-    might be chosen otherwise."""
+    """Identity in place of an MoE layer: it is not compiled, and rounding could change routing."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
-    def forward(self, x: Tensor, mb: MicroBatch, graph_only: bool = False) -> Tensor:
+    def forward(self, x: Tensor, mb: MicroBatch, skip_output: bool = False) -> Tensor:
         return x
 
 
@@ -119,8 +120,9 @@ def _compare(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         off, limit = _norm(found[name] - wanted) / _norm(wanted), TOLERANCE[wanted.dtype]
         if not off <= limit:
             raise ConfigError(
-                f"kernels.compile=true: the {name} of a compiled block is {off:.1e} off, at most "
-                f"{limit:.0e}: torch {torch.__version__} compiles it wrong; expected false"
+                f"kernels.compile=true: the {name} of a compiled block is {off:.1e} off, at "
+                f"most {limit:.0e}: torch {torch.__version__} compiles it wrongly: expected "
+                "kernels.compile=false"
             )
 
 
@@ -130,23 +132,23 @@ def _results(
     mb: MicroBatch,
     rotary: Rotary,
     *,
-    graph_only: bool,
+    skip_output: bool,
 ) -> dict[str, Tensor]:
-    """Results of two micro-batches, the backward of the first after the forward of the last."""
+    """Run two micro-batches, the first backward after the second forward; return the results."""
     queue = block.sharding.queue
     layers = ("out", "qkv") if block.mixture is not None else ("down", "up", "out", "qkv")
     found: dict[str, Tensor] = {}
-    if not graph_only:
+    if not skip_output:
         with torch.no_grad():
             found["output without a graph"] = block(data[0][0], mb, rotary)
     xs = [x.clone().requires_grad_() for x, _ in data]
-    ys = [block(x, mb, rotary, None, graph_only) for x in xs]
+    ys = [block(x, mb, rotary, None, skip_output) for x in xs]
     for i, (y, (_, grad)) in enumerate(zip(ys, data, strict=True)):
         queue.open(i)
         backward(y, grad)
     for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
         assert x.grad is not None
-        if not graph_only:
+        if not skip_output:
             found[f"output {i}"] = y.detach()
         found[f"input gradient {i}"] = x.grad
         for task, layer in zip(queue.pending()[i], layers, strict=True):
@@ -165,8 +167,8 @@ def _norm(x: Tensor) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause of a failure, in one line; torch wraps it, and puts headings before it."""
+    """Return the original cause of a compiler error in one line, without torch's headings."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = [line for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
-    return said[0].strip() if said else type(error).__name__
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+    return lines[0].strip() if lines else type(error).__name__

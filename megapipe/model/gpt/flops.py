@@ -1,10 +1,10 @@
-"""Model FLOPs: what the mathematics of a step needs, whatever the layout.
+"""Model FLOPs: the FLOPs that a step needs mathematically, in any layout.
 
 A multiplication and an addition are two FLOPs, only matrix products are counted, and the backward
-costs twice the forward. Attention counts the full s x s scores although the causal mask needs
-half of them: the convention of the PaLM paper's MFU (2204.02311, appendix B), under which a token
-costs 6N + 12 L h s with N the parameters in matrix products. Looking up an embedding is not a
-matrix product, padding of the vocabulary and recomputation are not model FLOPs.
+costs twice the forward. As for the PaLM paper's MFU (2204.02311, appendix B), attention counts the
+full s x s scores, although a causal mask needs half of them. A token then costs 6N + 12 L h s,
+where N is the number of parameters in matrix products. Embedding lookups, padding of the vocabulary
+and recomputation do not count.
 """
 
 from megapipe.config.model import ModelConfig
@@ -15,15 +15,15 @@ from megapipe.model.gpt.parameters import known
 def layer_flops(
     model: ModelConfig, sequence_length: int, window: int | None = None, *, experts: int = 0
 ) -> int:
-    """FLOPs of one layer's forward, per token, which sees `window` positions if not all; of so many
-    `experts` those that a token is sent to, none of them dropped."""
+    """Return forward FLOPs per token of a layer. `window`: positions that a token sees; default:
+    all. `experts`: number of routed experts, 0 in a dense layer; only `top_k` of them count."""
     head_dim = known(model.head_dim)
     queries = model.heads * head_dim
     qkv = queries + 2 * known(model.kv_heads) * head_dim
     matrices, moe = 3 if model.gated else 2, model.moe
     rows = matrices * known(model.ffn_hidden)
     if experts:
-        rows = matrices * (moe.top_k * known(moe.ffn) + (moe.shared or 0))
+        rows = matrices * (moe.top_k * known(moe.expert_ffn_hidden) + (moe.shared_ffn_hidden or 0))
         rows += experts + GATES[moe.shared_gate]
     weights = model.hidden * (qkv + queries + rows)
     seen = sequence_length if window is None else min(sequence_length, window)
@@ -32,15 +32,15 @@ def layer_flops(
 
 
 def row_flops(model: ModelConfig) -> int:
-    """FLOPs of the forward of an expert, of one of its rows."""
-    return 2 * model.hidden * (3 if model.gated else 2) * known(model.moe.ffn)
+    """Return the forward FLOPs of one row (a token in one expert)."""
+    return 2 * model.hidden * (3 if model.gated else 2) * known(model.moe.expert_ffn_hidden)
 
 
 def causal_flops(model: ModelConfig, length: int) -> int:
-    """FLOPs of one layer's forward on the first `length` tokens of a sequence, on average.
+    """Return a layer's forward FLOPs (mean over layers) on the first `length` tokens of a sequence.
 
-    Unlike :func:`layer_flops`, which counts whole score matrices, this counts the positions that
-    each token attends to, itself and all before it, or those in the layer's window.
+    A score counts only if the token attends to the position: to itself and earlier positions,
+    within the layer's sliding window. :func:`layer_flops` counts whole score matrices instead.
     """
     linear = layer_flops(model, 0)
     per_position = layer_flops(model, 1) - linear
@@ -52,5 +52,5 @@ def causal_flops(model: ModelConfig, length: int) -> int:
 
 
 def head_flops(model: ModelConfig) -> int:
-    """FLOPs of the head's forward, per token."""
+    """Return the head's forward FLOPs per token."""
     return 2 * model.hidden * known(model.vocab_size)

@@ -1,4 +1,4 @@
-"""Linear layers of a GPT that can have low-rank adapters, and the parameters of these. No torch."""
+"""The linear layers of a GPT that can have low-rank adapters, and the adapters' parameters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ QKV = "attention.qkv"
 HEADS = ("attention.q", "attention.k", "attention.v")
 MLP = "mlp."
 COLUMNS = (QKV, "mlp.up")
-"""Layers whose rows are split over tp; the columns of the others are."""
+"""Linear layers whose weight rows are split over tp; other layers split their columns."""
 
 
 class AdapterTarget(NamedTuple):
-    """Where an adapter is: rows of a linear layer. In layers with experts the MLP is the shared
-    one."""
+    """Weight rows of a linear layer with an adapter. In MoE layers "mlp" is the shared expert."""
 
     layer: str
     rows: RowSlice = ALL_ROWS
 
 
 def adapter_targets(model: ModelConfig) -> dict[str, AdapterTarget]:
-    """The targets in the blocks of a resolved model, in the order of the forward.
+    """Return the possible targets in a block by name, in the order of the forward.
 
-    An adapter of the queries alone (keys, values, the gate) adds to their rows of the layer that
-    computes all of them, so that it is what peft puts beside a layer of its own for them.
+    An adapter of queries only (or of keys, values or the gate) adds only to those output rows of
+    the joint layer. It is equivalent to peft's adapter of a separate query layer.
     """
     queries = model.heads // known(model.kv_heads)
     groups = (-1, queries + 2, known(model.head_dim))
@@ -56,11 +55,11 @@ def adapter_targets(model: ModelConfig) -> dict[str, AdapterTarget]:
 
 
 def _has_mlp(model: ModelConfig, layer: int) -> bool:
-    return model.moe.shared is not None or not model.moe.has_experts(layer)
+    return model.moe.shared_ffn_hidden is not None or not model.moe.has_experts(layer)
 
 
 def targets_in(model: ModelConfig, lora: Lora, layer: int) -> list[str]:
-    """Those of a layer, which may have experts and no MLP beside them."""
+    """Return the targets in one layer; an MoE layer without a shared expert has none in its MLP."""
     found = adapter_targets(model)
     return [
         target
@@ -70,16 +69,16 @@ def targets_in(model: ModelConfig, lora: Lora, layer: int) -> list[str]:
 
 
 def module_of(model: ModelConfig, layer: int, name: str) -> str:
-    """A module of a layer, by its name in layers without experts."""
+    """Return the path of module `name` in a layer. MoE layers have moe.shared in place of mlp."""
     if model.moe.has_experts(layer) and name.startswith(MLP):
         return f"moe.shared.{name.removeprefix(MLP)}"
     return name
 
 
 def resolved_targets(model: ModelConfig, targets: Sequence[str]) -> list[str]:
-    """The targets in the order of the forward, with those that `all` stands for.
+    """Return the targets in the order of the forward, with `all` replaced by names.
 
-    Raises :class:`ConfigError` for one that a block does not have.
+    Raises :class:`ConfigError` for a target that a block does not have.
     """
     found = adapter_targets(model)
     wanted = set(targets) - {ALL}
@@ -95,8 +94,8 @@ def resolved_targets(model: ModelConfig, targets: Sequence[str]) -> list[str]:
     both = [name for name in HEADS if name in wanted]
     if QKV in wanted and both:
         raise ConfigError(
-            f"lora.targets={list(targets)}: {QKV} is queries, keys and values together: expected "
-            f"that or {both[0]}, not both"
+            f"lora.targets={list(targets)}: {QKV} already includes queries, keys and values: "
+            f"expected {QKV} or {both[0]}, not both"
         )
     if ALL in targets:
         apart = bool(both) or (QKV not in wanted and _has_heads_apart(model))
@@ -105,8 +104,8 @@ def resolved_targets(model: ModelConfig, targets: Sequence[str]) -> list[str]:
 
 
 def _has_heads_apart(model: ModelConfig) -> bool:
-    """Whether the model's class of Hugging Face's, if it has one, has queries, keys and values in
-    matrices of their own."""
+    """Whether queries, keys and values have separate matrices in the model's Hugging Face class;
+    True without a class."""
     try:
         row = row_of(model.model_copy(update={"vocab_size": model.vocab_size or 1}))
     except ConfigError:
@@ -115,14 +114,14 @@ def _has_heads_apart(model: ModelConfig) -> bool:
 
 
 def adapter_name(model: ModelConfig, layer: int, target: str) -> str:
-    """The beginning of the names of an adapter's matrices."""
+    """Return the prefix of the parameter names of an adapter."""
     return f"layers.{layer}.{module_of(model, layer, target)}"
 
 
 def with_adapters(
     model: ModelConfig, parameters: Iterable[ParameterSpec], lora: Lora | None
 ) -> Iterator[ParameterSpec]:
-    """`parameters` and, with `lora`, the adapters beside them; then nothing else is trained."""
+    """Yield `parameters`; with `lora` they are frozen, and each target's adapter follows."""
     if lora is None:
         yield from parameters
         return
@@ -146,7 +145,7 @@ def with_adapters(
 
 
 def adapter_flops(model: ModelConfig, lora: Lora | None, layer: int) -> int:
-    """FLOPs per token of the forward of a layer's adapters; I takes as many, and so does W."""
+    """Return the forward FLOPs per token of a layer's adapters. I and W each take as many FLOPs."""
     if lora is None:
         return 0
     specs = with_adapters(model, block_parameters(model, layer), lora)

@@ -12,10 +12,10 @@ from megapipe.ops.activation import Activate
 
 
 class MLP(nn.Module):
-    """An MLP in two steps: `up` widens [s(/tp), b, h], a call does the rest.
+    """An MLP in two steps: the linear layer `up`, then :meth:`forward` of its output.
 
-    The inner width is split over tp. With a gate `up` is one weight [2, f, h], gate first, split
-    along f. `name` is that of its parameters.
+    The FFN hidden size f is split over tp. With a gate the weight of `up` is [2, f, h], gate first,
+    split along f. `name`: prefix of the parameters' names.
     """
 
     def __init__(
@@ -23,13 +23,13 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activate = Activate(config.activation, sharding.kernels.swiglu)
-        """The output of `up` -> the input of `down`, [s, b, f/tp]."""
+        """Activation function, from the output of `up` to the input of `down`, [s, b, f/tp]."""
         self.up = ColumnParallelLinear(sharding, *layer_of(parameters, f"{name}.up"))
         self.down = RowParallelLinear(sharding, *layer_of(parameters, f"{name}.down"))
 
-    def forward(self, y: Tensor, graph_only: bool = False) -> Tensor:
-        """The output of `up`, [s, b, f/tp] (with a gate: [s, b, 2 f/tp]), -> [s(/tp), b, h].
+    def forward(self, y: Tensor, skip_output: bool = False) -> Tensor:
+        """Map the output of `up`, [s, b, f/tp] ([s, b, 2 f/tp] with a gate), to [s(/tp), b, h].
 
-        With `graph_only` the output has no value.
+        With `skip_output` the output has no value.
         """
-        return self.down(self.activate(y), graph_only)
+        return self.down(self.activate(y), skip_output)

@@ -1,6 +1,6 @@
-"""The parameters of a GPT: of the model, of a stage, and how many of them a tp rank keeps.
+"""Specs of a GPT's parameters: names, global shapes, initial values, and splits over ranks.
 
-Names and global shapes are those of the checkpoints. No torch.
+Checkpoints use the same names and global shapes. Needs no torch.
 """
 
 import math
@@ -29,9 +29,9 @@ EMBEDDING_NORM = "embedding.norm"
 
 
 def stage_parameters(model: ModelConfig, stage: StageSpec) -> Iterator[ParameterSpec]:
-    """The parameters of a stage of a resolved model, in the order of the forward.
+    """Yield the parameters of a stage of a resolved model, in the order of the forward.
 
-    A head tied to the embedding is a second use of that matrix, also where both are in one stage.
+    A tied head is yielded as a second use of the embedding's matrix, even in the same stage.
     """
     if stage.embedding:
         yield word_embedding(model)
@@ -48,7 +48,7 @@ def stage_parameters(model: ModelConfig, stage: StageSpec) -> Iterator[Parameter
 
 
 def word_embedding(model: ModelConfig) -> ParameterSpec:
-    """The input embedding, [vocabulary, h]."""
+    """Return the spec of the input embedding, [vocabulary, h]."""
     return vocabulary(
         WORD_EMBEDDING,
         known(model.vocab_size),
@@ -60,7 +60,7 @@ def word_embedding(model: ModelConfig) -> ParameterSpec:
 
 
 def head(model: ModelConfig) -> ParameterSpec:
-    """The last matrix, [vocabulary, h]."""
+    """Return the spec of the head's matrix, [vocabulary, h]."""
     return vocabulary(
         WORD_EMBEDDING if model.tied_embeddings else "head.weight",
         known(model.vocab_size),
@@ -72,8 +72,8 @@ def head(model: ModelConfig) -> ParameterSpec:
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
-    """The parameters of one layer. The matrices that write to the residual stream have initial
-    values smaller by a factor of sqrt(2 layers), as in GPT-2."""
+    """Yield the parameters of one layer. As in GPT-2, initial values of matrices that write to the
+    residual stream are divided by sqrt(2 layers)."""
     name, h, std = f"layers.{layer}", model.hidden, model.init_std
     groups = known(model.kv_heads)
     joined = JoinedHeads((model.heads // groups, 1, 1), known(model.head_dim))
@@ -102,31 +102,31 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 
 def norm_parameters(model: ModelConfig, name: str) -> Iterator[ParameterSpec]:
-    """The parameters of a norm; rmsnorm has no bias."""
+    """Yield the parameters of a norm; rmsnorm has no bias."""
     bias = model.bias and model.norm != "rmsnorm"
     return norm(name, model.hidden, bias=bias, fill=_fill(model))
 
 
 def _fill(model: ModelConfig) -> float:
-    return 0.0 if model.norm_offset else 1.0
+    return 0.0 if model.zero_centered_norm else 1.0
 
 
 def layer_of(named: Named, name: str) -> tuple[ParameterSpec, ParameterSpec | None]:
-    """Weight and bias of a linear layer or a norm."""
+    """Return weight and bias (or None) of the linear layer or norm `name`."""
     return named[f"{name}.weight"], named.get(f"{name}.bias")
 
 
 def known(size: int | None) -> int:
-    """`size`, which :meth:`ModelConfig.resolved` fills in; raises ValueError if it is None."""
+    """Return `size`; raise ValueError if it is None: the model is not resolved."""
     if size is None:
-        raise ValueError("the model is not resolved: a size is still None")
+        raise ValueError("the model is not resolved: a size is None")
     return size
 
 
 def buffers(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of what the routers have beside their parameters, by their names in checkpoints."""
+    """Return the shapes of the routers' buffers by checkpoint name."""
     moe = model.moe
-    if moe.bias_rate is None:
+    if moe.bias_update_rate is None:
         return {}
     layers = filter(moe.has_experts, range(model.layers))
     return {bias_name(layer): (moe.experts_of(layer),) for layer in layers}

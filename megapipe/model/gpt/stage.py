@@ -1,7 +1,7 @@
 """The GPT model, cut into stages.
 
-A :class:`GPTStage` is what one virtual pipeline stage computes: the embedding if it is the first,
-some layers, the final norm and the head if it is the last. A whole model is one stage with all.
+A :class:`GPTStage` is what one virtual pipeline stage computes: some layers, with the embedding in
+the first stage, and with final norm and head in the last. A whole model is a single stage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.context.positions import Positions
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.cross_entropy import masked_sum, soft_capped, vocab_parallel_cross_entropy
 from megapipe.layers.dropout import dropout
 from megapipe.layers.embedding import PositionEmbedding, WordEmbedding
@@ -23,7 +24,6 @@ from megapipe.layers.lora_specs import Lora
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.specs import by_name
 from megapipe.model.gpt.block import Block, Blocks, new_norm
 from megapipe.model.gpt.compiled import CompiledBlock
@@ -41,17 +41,17 @@ from megapipe.model.partition import StageSpec
 
 
 class GPTStage(nn.Module):
-    """tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or the sum of the losses.
+    """A stage: tokens [b, s] or hidden [s(/tp), b, h] -> hidden [s(/tp), b, h] or sum of losses.
 
-    The loss is that of the unmasked tokens, in nats, [].
+    The sum of losses is over unmasked tokens, in nats, [].
 
-    Where sequences are cut, s is the length of a slice, and all slices of a micro-batch are given
-    the same :class:`~megapipe.layers.kv_cache.KVCache`.
+    If sequences are split into slices, s is the length of a slice, and all slices of a micro-batch
+    share a :class:`~megapipe.layers.kv_cache.KVCache`.
 
-    With tied embeddings the head is a second use of ``embedding.word.weight``: a parameter of its
-    own whose storage the optimizer's tied buffer provides.
+    With tied embeddings the head has a separate parameter, a second use of
+    ``embedding.word.weight``. The optimizer's tied bucket gives both their storage.
 
-    With `lora` adapters in the layers are trained, and nothing else.
+    With `lora` only the adapters in the layers are trained.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GPTStage(nn.Module):
         self._rotary: tuple[Positions, Rotaries] | None = None
 
     def set_policies(self, spans: Sequence[BlockSpan]) -> None:
-        """Set which activations the blocks keep: `spans` cover all blocks in order."""
+        """Set what blocks recompute and offload; `spans` cover all blocks in order."""
         self.layers.use(spans)
 
     def forward(
@@ -99,17 +99,17 @@ class GPTStage(nn.Module):
         mb: MicroBatch,
         cache: KVCache | None = None,
         *,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
-        """The hidden states, or the loss at the last stage. With `graph_only` hidden states may
+        """Return hidden states, or at the last stage the loss. With `skip_output` hidden states may
         have no value: recomputation needs the graph, not the output."""
-        x = self.hidden(x, mb, cache, graph_only=graph_only and self.head is None)
+        x = self.hidden(x, mb, cache, skip_output=skip_output and self.head is None)
         if self.head is None:
             return x
         return self._loss(self.final_norm(x), self.head, mb)
 
     def _loss(self, hidden: Tensor, head: ColumnParallelLinear, mb: MicroBatch) -> Tensor:
-        """Sum of the unmasked token losses of normed hidden states [s(/tp), b, h]."""
+        """Return the sum of unmasked token losses; `hidden`: after the norm, [s(/tp), b, h]."""
         assert mb.labels is not None
         assert mb.mask is not None
         assert self.config.vocab_size is not None
@@ -145,8 +145,8 @@ class GPTStage(nn.Module):
         *,
         last: bool = False,
     ) -> Tensor:
-        """This rank's columns of the logits, [s, b, V/tp], padding included; with `last` those of
-        the last position alone, [1, b, V/tp], of sequences that are not split."""
+        """Return this rank's columns of the logits, [s, b, V/tp], padding included; with `last`
+        only at the last position, [1, b, V/tp]. Neither cp nor sequence parallelism may be on."""
         assert self.head is not None
         hidden = self.hidden(x, mb, cache)
         return self._capped(self.head(self.final_norm(hidden[-1:] if last else hidden)))
@@ -157,14 +157,14 @@ class GPTStage(nn.Module):
         mb: MicroBatch,
         cache: KVCache | None = None,
         *,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Tensor:
-        """Embedding and layers, without the head: [s(/tp), b, h]."""
+        """Run embedding and layers, without final norm and head: return [s(/tp), b, h]."""
         if self.embedding is not None:
             assert mb.tokens is not None
             x = self.embedding(mb.tokens)
             if self.config.embedding_scale is not None:
-                # rounded to the model's type; on the host, which would wait for a copy
+                # rounded to the model's type, on the host: a copy from a device would be waited for
                 scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
                 x = x * scale.item()
             if self.position is not None:
@@ -174,13 +174,13 @@ class GPTStage(nn.Module):
             p = self.config.dropout if self.training else 0.0
             x = dropout(x, p, mb, "embedding", 0, self.sharding)
             if self.frozen and torch.is_grad_enabled():
-                x = x.requires_grad_()  # the graph of what is trained begins here
+                x = x.requires_grad_()  # the graph of the trained parameters begins here
         assert x is not None
         rotary = self._rotary_for(x, mb) if self.config.positions == "rotary" else Rotaries(None)
-        return self.layers(x, mb, rotary, cache, graph_only)
+        return self.layers(x, mb, rotary, cache, skip_output)
 
     def constants(self) -> list[Tensor]:
-        """Tensors besides the parameters that are there without a micro-batch."""
+        """Return tensors that are kept for all micro-batches, without parameters: rotary tables."""
         return [] if self._rotary is None else self._rotary[1].tensors()
 
     def _rotary_for(self, x: Tensor, mb: MicroBatch) -> Rotaries:
@@ -199,5 +199,5 @@ class GPTStage(nn.Module):
         return Rotaries(*pairs)
 
     def _rows(self, x: Tensor) -> int:
-        """Positions of hidden states [s(/tp), b, h] on all tensor-parallel ranks together."""
+        """Return the sequence length s of `x`, [s(/tp), b, h]."""
         return x.shape[0] * (self.sharding.tp.size if self.sharding.sequence_split else 1)

@@ -1,12 +1,11 @@
 """FLOPs of the operations of a GPT's stages, from the matrix products that they compute.
 
-They count what a run computes, so also the padding of the vocabulary, empty rows of experts and
-what is run again in a backward; the share of the model's own FLOPs in them is
-:mod:`megapipe.model.gpt.flops`.
+Padding of the vocabulary, empty expert rows and recomputation count, as a run computes them.
+:mod:`megapipe.model.gpt.flops` counts the FLOPs that are needed mathematically.
 
-A linear layer takes as many in F as in I and in W. The products of attention have no weights: F
-once, I twice. A loss in chunks has all three products of the head in I
-(:mod:`megapipe.layers.linear_cross_entropy`). Looking up an embedding takes no FLOPs.
+A linear layer takes equally many FLOPs in F, I and W. Attention's own products have no weights, and
+take twice the FLOPs of F in I. If the loss is computed in loss chunks, all three products of the
+head are in I (:mod:`megapipe.layers.linear_cross_entropy`). An embedding lookup takes none.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.policy import BlockPolicy, BlockSpan, padded_vocabulary
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan, padded_vocabulary
 from megapipe.model.gpt.flops import layer_flops, row_flops
 from megapipe.model.gpt.parameters import known
 from megapipe.model.interface import UniformRecompute, Work
@@ -24,23 +23,22 @@ Exact = int | Fraction
 
 
 class Once(NamedTuple):
-    """FLOPs per token of one forward."""
+    """FLOPs per token of one forward through a layer, its parts, and the head."""
 
     layer: Exact
     scores: int
-    """The part of `layer` that attention computes between its projections."""
+    """Part of `layer`: products of queries, keys and values in attention."""
     experts: Exact
-    """FLOPs of experts that are run again by themselves: router and first product."""
+    """Part of `layer` that recomputing the module experts repeats: router and up projection."""
     last: Exact
-    """The part of `layer` of its last product, which recomputation of the layer leaves out; 0 if it
-    does not."""
+    """Part of `layer`: its last product, if recomputing the layer can skip it; otherwise 0."""
     head: Exact
-    """Taken as those of a layer where the vocabulary is not known yet."""
+    """FLOPs of the head; while the vocabulary size is not known, the FLOPs of a layer instead."""
 
     @classmethod
     def of(cls, model: ModelConfig, length: int, tp: int, number: int, *, rows: Exact) -> "Once":
-        """Of a resolved model's layer of this number, at sequences of `length` tokens, for each of
-        which experts have so many `rows`, if there are some."""
+        """Count the FLOPs of layer `number` of a resolved model, for sequences of `length` tokens.
+        `rows`: expert rows per token, if the layer has experts."""
         experts = model.moe.experts_of(number)
         linear = layer_flops(model, 0, experts=experts)
         layer = layer_flops(model, length, model.window_of(number), experts=experts)
@@ -59,40 +57,41 @@ class Once(NamedTuple):
 
 
 def _last_width(model: ModelConfig, experts: int, rows: Exact) -> Exact:
-    """Inputs of a layer's last product; of a token's experts and the MLP beside them together."""
+    """Return the input width of a layer's down projections, summed over a token's experts; 0 if
+    recomputation cannot skip them."""
     moe = model.moe
     if not experts:
         return known(model.ffn_hidden)
-    if moe.shared_gate != "none":  # which multiplies the output
+    if moe.shared_gate != "none":  # the gate multiplies the output
         return 0
-    return rows * known(moe.ffn) + (moe.shared or 0)
+    return rows * known(moe.expert_ffn_hidden) + (moe.shared_ffn_hidden or 0)
 
 
 def _first_products(model: ModelConfig, experts: int, rows: Exact) -> Exact:
-    """FLOPs per token of the router of so many experts, and of their first product."""
-    wide = rows * known(model.moe.ffn) * (2 if model.gated else 1) if experts else 0
+    """Return the FLOPs per token of a router with `experts` experts and of their up projections."""
+    wide = rows * known(model.moe.expert_ffn_hidden) * (2 if model.gated else 1) if experts else 0
     return 2 * model.hidden * (experts + wide)
 
 
 def part_costs(once: Once, repeated: UniformRecompute | None) -> tuple[Fraction, Fraction]:
-    """FLOPs per token, forward and backward, that a layer and the head add to a stage; the
-    embedding adds none."""
+    """Return the FLOPs per token, forward plus backward, of a layer and of the head. `repeated`:
+    recomputation of every layer, if any. The embedding takes no FLOPs."""
     layer, head = Fraction(3 * once.layer), Fraction(3 * once.head)
     if repeated is None:
         return layer, head
-    kept = once.scores if repeated.policy.keeps_attention else 0
+    kept = once.scores if repeated.policy.saves_attention else 0
     if repeated.stage:
         return layer + once.layer - kept, head + once.last + once.head
     if "block" in repeated.policy.recompute:
         layer += once.layer - kept - Fraction(once.last, repeated.span)
     else:
-        layer += _modules_again(once, repeated.policy)
+        layer += _recomputed_modules(once, repeated.policy)
     return layer, head
 
 
-def _modules_again(once: Once, policy: BlockPolicy) -> Exact:
-    """FLOPs of the modules of a layer that are run again by themselves."""
-    attends = "attention" in policy.recompute and not policy.keeps_attention
+def _recomputed_modules(once: Once, policy: BlockPolicy) -> Exact:
+    """Return the FLOPs of a layer's modules that are recomputed by themselves (selective)."""
+    attends = "attention" in policy.recompute and not policy.saves_attention
     return attends * once.scores + ("experts" in policy.recompute) * once.experts
 
 
@@ -101,13 +100,14 @@ def stage_work(
     stage: StageSpec,
     spans: Sequence[BlockSpan],
     *,
-    again: bool,
+    recompute: bool,
     chunked: bool,
 ) -> Work:
-    """FLOPs of a stage whose blocks keep what `spans` say, `once` being those of a layer.
+    """Return FLOPs per token of a stage. `once`: function from a layer's index to the FLOPs of its
+    forward. `spans`: recomputation of the stage's layers, in order.
 
-    `again`: the stage recomputes as a whole, which is counted in R and not in I. `chunked`: the
-    loss is computed in chunks.
+    `recompute`: whether the stage is recomputed as a whole, which counts in R, not in I. `chunked`:
+    whether the loss is computed in loss chunks.
     """
     each = [once(layer) for layer in stage.layers]
     whole, scores = sum(one.layer for one in each), sum(one.scores for one in each)
@@ -116,18 +116,18 @@ def stage_work(
     for blocks, policy in spans:
         here = each[start : start + blocks]
         start += blocks
-        kept = sum(one.scores for one in here) if policy.keeps_attention else 0
+        kept = sum(one.scores for one in here) if policy.saves_attention else 0
         found += kept
         if "block" in policy.recompute:
             repeated += sum(one.layer for one in here) - here[-1].last - kept
         else:
-            repeated += sum(_modules_again(one, policy) for one in here)
+            repeated += sum(_recomputed_modules(one, policy) for one in here)
     head = once(0).head if stage.head else 0
     left_out = each[-1].last if each and not stage.head else 0
     return Work(
         # a forward without a graph computes the loss, in chunks or not
-        F=whole + (head if again or not chunked else 0),
+        F=whole + (head if recompute or not chunked else 0),
         I=whole + scores + repeated + (3 * head if chunked else head),
         W=whole - scores + (0 if chunked else head),
-        R=again * (whole - found - left_out + (0 if chunked else head)),
+        R=recompute * (whole - found - left_out + (0 if chunked else head)),
     )

@@ -1,1 +1,1 @@
-"""A model of the user's: a function that returns its layers, as plain modules."""
+"""User-defined models: a function that returns the layers as plain torch modules."""

@@ -1,7 +1,7 @@
-"""Attention on the meta device as fused kernels run it: no scores are kept.
+"""Attention on the meta device that saves the tensors of fused kernels, without scores.
 
-On the meta device ``scaled_dot_product_attention`` takes torch's plain formulas, which keep scores
-[b, h, s, s]; on a CPU or a GPU it has kernels that keep inputs, output and one sum per row.
+On the meta device ``scaled_dot_product_attention`` uses torch's plain operations, which save scores
+[b, h, s, s]. On a CPU or a GPU it calls kernels that save inputs, output and LSE.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The kernel that stands in for all fused ones; without dropout it draws no random numbers."""
+"""Kernel that stands for all fused kernels; without dropout it draws no random numbers."""
 
 
 def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
-    """Of two products: q [b, h, s, d] k [b, h, t, d] -> [b, h, s, t], and that with v."""
+    """Return FLOPs of scores q [b, h, s, d] x k [b, h, t, d] and of their product with v."""
     return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 SDPA_FLOPS: dict[Any, Callable[..., int]] = {FUSED: _flops}
-"""For :class:`torch.utils.flop_counter.FlopCounterMode`."""
+"""FLOP formulas to pass to :class:`torch.utils.flop_counter.FlopCounterMode`."""
 
 
 _PLAIN: Callable[..., Tensor] = functional.scaled_dot_product_attention
 
 
 class _Calls(TorchFunctionMode):
-    """Catches the calls that do not come from within a function of torch's."""
+    """Mode that replaces calls of SDPA, except those from within a torch function."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -46,9 +46,9 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Take the shapes of a CPU's fused kernel where that would be chosen: without dropout."""
+    """Within the context, run SDPA on meta tensors with the fused kernel that a CPU would use."""
     within_torch = mock.patch.object(functional, "scaled_dot_product_attention", cpu_attention)
-    with within_torch, _Calls():  # the former for nn.MultiheadAttention
+    with within_torch, _Calls():  # within_torch is for nn.MultiheadAttention
         yield
 
 
@@ -62,7 +62,7 @@ def cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as SDPA does with tensors of a CPU, by the kernel that it takes there."""
+    """Attend on the meta device with the kernel that SDPA would choose for CPU tensors."""
     alike = query.dim() == 4 and query.shape[0] == key.shape[0] and key.shape == value.shape
     alike &= enable_gqa or query.shape[1] == key.shape[1]
     masked = attn_mask is not None and attn_mask.requires_grad

@@ -1,6 +1,6 @@
-"""Sizes of a user's layers, found by running them on torch's meta device.
+"""Measures user-defined layers by running them on torch's meta device.
 
-Nothing is computed there, but shapes, FLOPs and the tensors that autograd keeps are known.
+The meta device computes nothing, but it knows shapes, FLOPs and the tensors that autograd saves.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapipe.layers.own import Linear
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.layers.user_linear import Linear
 from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
-from megapipe.model.modules.shares import ShardDataflowCheck, one_rank
+from megapipe.model.modules.tp_dataflow import ShardDataflowCheck, one_rank
 from megapipe.model.modules.units import ModelFactory
 from megapipe.util.dtypes import Dtype
 from megapipe.util.user_code import FAILURES
 
 
 class Measured(NamedTuple):
-    """One layer on one micro-batch, on one tensor-parallel rank."""
+    """Measured sizes of one layer for a micro-batch, on one tensor-parallel rank."""
 
     flops: int
-    """Of the forward."""
+    """FLOPs of the forward."""
     deferred: int
-    """Those of linear layers whose weight gradient waits for ``W``."""
+    """Part of `flops` in linear layers whose weight gradients are deferred to ``W``."""
     output: tuple[TensorShape, ...]
 
 
@@ -43,11 +43,11 @@ def measure(
     dtype: Dtype,
     tp: int,
 ) -> list[Measured]:
-    """Sizes of each layer on one of `tp` ranks, from a run on the meta device.
+    """Measure each layer on one of `tp` ranks by running it on the meta device.
 
-    `tokens`: the number of sequences and their length. `deferred`: the linear layers whose weight
-    gradients wait. Raises :class:`ConfigError` where a layer fails on that device, returns no
-    tensors, or would be wrong on several ranks, and where `loss` of the last layer gives no sum.
+    `tokens`: number of sequences, and their length. `deferred`: linear layers with deferred weight
+    gradients. Raises :class:`ConfigError` if a layer fails on the meta device, returns anything but
+    tensors, or would be wrong on several ranks, or if `loss` returns no scalar.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []
@@ -63,8 +63,9 @@ def measure(
         if changed := before ^ _buffers(layer):
             name = min(name for name, *_ in changed)
             raise source.problem(
-                f"layer {number} changes its buffer {name} while it runs, which no checkpoint "
-                "has: expected layers whose state are parameters (LayerNorm, not BatchNorm)"
+                f"layer {number} changes its buffer {name} while it runs, and buffers are not "
+                "saved: expected layers with parameters as their only state (LayerNorm, not "
+                "BatchNorm)"
             )
         if any(each.is_complex() for each in y):
             raise source.problem(f"layer {number} returns complex numbers: expected real ones")
@@ -75,22 +76,22 @@ def measure(
 
 
 def _check_loss(loss: Loss, y: Any, tokens: tuple[int, int]) -> None:
-    """Call a loss, unless it needs real values."""
+    """Check that a loss returns a scalar; a loss that needs values is not checked."""
     labels = torch.empty(tokens, dtype=torch.int64, device="meta")
     mask = torch.empty(tokens, dtype=torch.bool, device="meta")
-    with suppress(RuntimeError):  # what torch raises where values are asked for
+    with suppress(RuntimeError):  # torch raises it if values are needed
         loss(y, labels, mask)
 
 
 class _OneType(TorchDispatchMode):
-    """Refuses operations on two types, which fail on devices but not on the meta device."""
+    """Mode that refuses mixed number types in one operation. Only the meta device accepts them."""
 
     _PRODUCTS = frozenset(
         getattr(torch.ops.aten, name).default
         for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
     )
     _NORM = torch.ops.aten.native_layer_norm.default
-    """Takes weights that are wider than what it is of."""
+    """Operation that accepts weights of a wider type than its input."""
 
     def __torch_dispatch__(
         self,
@@ -111,7 +112,7 @@ class _OneType(TorchDispatchMode):
 
 
 def _wide(layer: nn.Module) -> str:
-    """A hint where a buffer has another type than the weights."""
+    """Return a hint for the error if a buffer has another type than the weights."""
     kinds = {p.dtype for p in layer.parameters() if p.is_floating_point()}
     for name, buffer in layer.named_buffers():
         if buffer.is_floating_point() and kinds and buffer.dtype not in kinds:
@@ -124,7 +125,7 @@ def _wide(layer: nn.Module) -> str:
 
 
 def _buffers(layer: nn.Module) -> set[tuple[str, Tensor, int]]:
-    """The buffers of a layer, and how often each was written to."""
+    """Return a layer's buffers, each with the number of times that it was written to."""
     return {(name, buffer, buffer._version) for name, buffer in layer.named_buffers()}
 
 
@@ -136,14 +137,14 @@ def _run(
     x: tuple[Tensor, ...],
     tp: int,
 ) -> tuple[tuple[Tensor, ...], Measured]:
-    """The output of a layer, and its sizes without that."""
+    """Run a layer; return its output, and its measured sizes without those of the output."""
     shares = ShardDataflowCheck(layer, own, tp)
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     one_type, fused = _OneType(), fused_attention()
     with _hooked(own, shares) as deferred, one_type, counter, fused, shares:
         try:
             y = layer(*x)
-        except FAILURES as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever user code raises
             on = f" of one of parallel.tp={tp} ranks" if tp > 1 else ""
             text = " ".join(f"{type(error).__name__}: {error}".split())
             problem = shares.problem or f"fails on the meta device{on}: {text}{_wide(layer)}"
@@ -171,16 +172,16 @@ def _run(
 
 @contextmanager
 def _hooked(modules: Sequence[Linear], shares: ShardDataflowCheck) -> Iterator[list[int]]:
-    """Within the context, note the FLOPs of linear layers whose weight gradients wait, and tell
-    `shares` of their forwards."""
+    """Within the context, count FLOPs of linear layers with deferred weight gradients, and report
+    their forwards to `shares`."""
     deferred: list[int] = []
 
-    def before(module: Any, given: Any) -> None:
+    def before(module: Any, args: Any) -> None:
         shares.enter(module)
 
-    def after(module: Any, given: tuple[Tensor], y: Tensor) -> None:
-        shares.leave(module, given[0], y)
-        deferred.append(2 * y.numel() * given[0].shape[-1])
+    def after(module: Any, args: tuple[Tensor], y: Tensor) -> None:
+        shares.leave(module, args[0], y)
+        deferred.append(2 * y.numel() * args[0].shape[-1])
 
     hooks = [module.register_forward_pre_hook(before) for module in modules]
     hooks += [module.register_forward_hook(after) for module in modules]

@@ -1,4 +1,4 @@
-"""A stage made of a user's own layers."""
+"""A stage made of user-defined layers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.own import Linear
 from megapipe.layers.parameter import Sharding, new_parameter
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.rng import seeded
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.user_linear import Linear
 from megapipe.model.interface import Loss
 from megapipe.model.modules.units import ParameterPlace
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the unmasked token losses in nats, [], of logits [..., V]; labels and mask [...].
+    """Return the sum of unmasked token losses in nats, []; logits [..., V], labels and mask [...].
 
-    Computed in fp32 (fp64 for fp64).
+    The losses are computed in fp32 (fp64 for fp64 models).
     """
     if logits.element_size() < 4:
         logits = logits.float()
@@ -32,11 +32,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 
 
 class ModuleStage(nn.Module):
-    """Layers one after the other: tokens [b, s] or what the stage before passed on -> what the
-    next one takes, or the sum of the losses.
+    """A stage of user-defined layers: tokens or message -> message or, at the end, sum of losses.
 
-    A layer that returns a tuple gives the next one as many arguments. Random numbers are seeded by
-    step, micro-batch and layer, so a forward that is run again draws the same.
+    A tuple that a layer returns becomes the arguments of the next layer. Random numbers are seeded
+    by step, micro-batch and layer, so a recomputed forward draws the same numbers.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ModuleStage(nn.Module):
             module.bind(sharding, specs["weight"], specs.get("bias"))
 
     def set_policies(self, spans: Sequence[BlockSpan]) -> None:
-        """Accept spans without recomputation or offloading: layers keep what autograd saves."""
+        """Accept spans without recomputation or offload: layers save what autograd saves."""
         assert not any(span.policy.recompute or span.policy.offload for span in spans)
 
     def forward(
@@ -75,9 +74,9 @@ class ModuleStage(nn.Module):
         mb: MicroBatch,
         cache: KVCache | None = None,
         *,
-        graph_only: bool = False,
+        skip_output: bool = False,
     ) -> Any:
-        """The output, or the loss; its values are computed with `graph_only` too."""
+        """Return the output, or at the last stage the loss; `skip_output` changes nothing."""
         y = self.outputs(x, mb)
         if not self.is_last:
             return y
@@ -86,28 +85,28 @@ class ModuleStage(nn.Module):
         return self.loss(y, mb.labels, mb.mask != 0)
 
     def outputs(self, x: Any, mb: MicroBatch) -> Any:
-        """The output of the last layer of this stage, a tensor or a tuple."""
+        """Return the output of this stage's last layer, a tensor or a tuple."""
         return _view(self.run(mb.tokens if self.is_first else x, mb))
 
     def run(self, y: Any, mb: MicroBatch) -> Any:
         """Run the layers one after the other, from the input `y` of the first."""
         for number, layer in self.layers.items():
-            given = y if isinstance(y, tuple) else (y,)
-            with seeded(given[0].device, dropout_seed(mb, "layer", int(number), 0)):
-                y = layer(*given)
+            inputs = y if isinstance(y, tuple) else (y,)
+            with seeded(inputs[0].device, dropout_seed(mb, "layer", int(number), 0)):
+                y = layer(*inputs)
         return y
 
     def logits(
         self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor:
-        """[s, b, V], or with `last` [1, b, V]."""
-        assert cache is None, "layers of the user's keep no keys and values"
+        """Return the logits, [s, b, V], with `last` only at the last position, [1, b, V]."""
+        assert cache is None, "user-defined layers have no key-value cache"
         logits: Tensor = self.outputs(x, mb).transpose(0, 1)
         return logits[-1:] if last else logits
 
 
 def _view(y: Any) -> Any:
-    """The same tensors as nodes of the graph, also where an input is passed on."""
+    """Return the tensors as new autograd nodes, even tensors that a layer passed through."""
     if isinstance(y, tuple):
         return tuple(_view(each) for each in y)
     return y.view_as(y)

@@ -1,8 +1,8 @@
-"""The layers that a user's function returns, and their parameters.
+"""The layers that a user-defined function returns, and their parameters.
 
-An item of the list is a module, or a function without arguments that makes one. Modules are made
-in the order of the list from one seed; a function's from a seed of its own, and only where its
-layer is needed, so large models are lists of functions.
+Each item of the returned list is a module, or a function without arguments that makes a module.
+Modules in the list are made in the list's order from one seed. A module made by a function has a
+separate seed, and is made only if its layer is needed, so large models are lists of functions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megapipe.errors import ConfigError
-from megapipe.layers.own import Linear, user_parameter
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.layers.specs import ParameterSpec
+from megapipe.layers.user_linear import Linear, user_parameter
 from megapipe.util.user_code import FAILURES, UserCode
 
 Item = nn.Module | Callable[[], nn.Module]
@@ -27,32 +27,32 @@ CPU = torch.device("cpu")
 
 
 class ModelFactory(NamedTuple):
-    """The user's function, and what it is given."""
+    """The user-defined function that returns a model's layers, with its arguments."""
 
     spec: str
-    """``module:name``."""
-    given: Mapping[str, Any]
-    """``vocab_size``, ``sequence_length`` and ``model.options``."""
+    """The function as text, ``module:name``."""
+    arguments: Mapping[str, Any]
+    """Arguments: ``vocab_size``, ``sequence_length`` and ``model.options``."""
 
     def problem(self, text: str) -> ConfigError:
         return ConfigError(f"model.source={self.spec}: {text}")
 
     def items(self) -> list[Item]:
-        """The list that the function returns; made on torch's default device."""
+        """Call the function on torch's default device; return its list."""
         code = UserCode(self.spec, what="model.source=", error=ConfigError)
-        options = [name for name in self.given if name not in ("vocab_size", "sequence_length")]
+        options = [name for name in self.arguments if name not in ("vocab_size", "sequence_length")]
         unknown = [name for name in options if name not in code.parameters()]
         if unknown and not code.takes_all:
-            raise self.problem(f"it does not take model.options.{unknown[0]}")
-        made = code.call(self.given, ("vocab_size", "sequence_length", *options))
+            raise self.problem(f"the function has no parameter for model.options.{unknown[0]}")
+        made = code.call(self.arguments, ("vocab_size", "sequence_length", *options))
         items = list(made) if isinstance(made, (list, tuple, nn.Sequential, nn.ModuleList)) else []
         if not items or not all(callable(item) for item in items):
             raise self.problem("expected a list of modules, or of functions that make them")
         return items
 
     def make(self, seed: int, wanted: range) -> dict[int, nn.Module]:
-        """Modules by number, with their initial values: of all layers that the list has as modules,
-        and of those `wanted` that it has as functions."""
+        """Make modules with initial values, by layer number: every item that is a module, and the
+        items in `wanted` that are functions."""
         with seeded(CPU, seed_of(seed, "model.source")), CPU:
             items = self.items()
         found = {}
@@ -63,10 +63,10 @@ class ModelFactory(NamedTuple):
         return found
 
     def sketch(self) -> list[nn.Module]:
-        """All modules without values, on torch's meta device.
+        """Make all modules without values, on torch's meta device.
 
-        Where the function needs a value, as ``linspace(0, 0.1, 8).tolist()`` does, the modules are
-        made on the CPU first.
+        If the function needs values, as for ``linspace(0, 0.1, 8).tolist()``, the modules are made
+        on the CPU first.
         """
         try:
             with torch.device("meta"):
@@ -77,10 +77,10 @@ class ModelFactory(NamedTuple):
         return deepcopy(made, {id(tensor): _without_values(tensor) for tensor in tensors})
 
     def module(self, number: int, item: Item) -> nn.Module:
-        """An item of the list as a module."""
+        """Return an item of the list as a module, calling it if it is a function."""
         try:
             module = item if isinstance(item, nn.Module) else item()
-        except FAILURES as error:  # whatever the user's code raises
+        except FAILURES as error:  # whatever user code raises
             text = " ".join(f"{type(error).__name__}: {error}".split())
             raise self.problem(f"layer {number} cannot be made: {text}") from error
         if not isinstance(module, nn.Module):
@@ -95,7 +95,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class ParameterPlace(NamedTuple):
-    """A parameter in a layer."""
+    """A parameter of a layer: its module, its attribute name in that module, and its spec."""
 
     layer: int
     module: nn.Module
@@ -103,32 +103,34 @@ class ParameterPlace(NamedTuple):
     spec: ParameterSpec
 
 
-class _Home(NamedTuple):
+class _Occurrence(NamedTuple):
     layer: int
     name: str
-    """Of the module."""
+    """Path of the module inside the model, e.g. layers.3.mlp."""
     module: nn.Module
     attribute: str
 
 
-def places(
+def parameter_places(
     layers: Mapping[int, nn.Module], last: int, source: ModelFactory
 ) -> Iterator[ParameterPlace]:
-    """All parameters of some layers, of a model whose last one is number `last`.
+    """Yield all parameters of `layers`. `last`: index of the model's last layer.
 
-    A parameter that the first and the last layer share is tied. Raises :class:`ConfigError` where
-    other layers share one.
+    A parameter that the first and the last layer share is tied. Raises :class:`ConfigError` if
+    other layers share a parameter.
     """
-    homes: dict[Parameter, list[_Home]] = {}
+    occurrences: dict[Parameter, list[_Occurrence]] = {}
     for number, layer in layers.items():
         for path, module in layer.named_modules():
             name = f"layers.{number}.{path}".rstrip(".")
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
-                    home = _Home(number, name, module, attribute)
-                    homes.setdefault(parameter, []).append(home)
-    sharing = {home.module for own in homes.values() if len(own) > 1 for home in own}
-    for parameter, own in homes.items():
+                    occurrence = _Occurrence(number, name, module, attribute)
+                    occurrences.setdefault(parameter, []).append(occurrence)
+    sharing = {
+        occurrence.module for own in occurrences.values() if len(own) > 1 for occurrence in own
+    }
+    for parameter, own in occurrences.items():
         first = own[0]
         if parameter.is_complex():
             raise source.problem(f"{first.name}.{first.attribute} is complex: expected real values")
@@ -145,19 +147,19 @@ def places(
 
 
 def _uses(
-    parameter: Parameter, homes: Sequence[_Home], last: int, source: ModelFactory
+    parameter: Parameter, occurrences: Sequence[_Occurrence], last: int, source: ModelFactory
 ) -> Iterator[ParameterPlace]:
-    """The places of a parameter whose gradient autograd computes."""
-    first = homes[0]
-    holders = {home.layer for home in homes}
+    """Yield every use of `parameter`. Its gradient is computed by autograd, not deferred."""
+    first = occurrences[0]
+    holders = {occurrence.layer for occurrence in occurrences}
     if len(holders) > 1 and holders != {0, last}:
         raise source.problem(
             f"layers {sorted(holders)} share {first.name}.{first.attribute}: only the first and "
             "the last layer of a model may share a parameter"
         )
-    is_embedding = any(isinstance(home.module, nn.Embedding) for home in homes)
-    for home in homes:
-        use = None if len(holders) == 1 else int(home.layer == last)
+    is_embedding = any(isinstance(occurrence.module, nn.Embedding) for occurrence in occurrences)
+    for occurrence in occurrences:
+        use = None if len(holders) == 1 else int(occurrence.layer == last)
         name = f"{first.name}.{first.attribute}"
         spec = user_parameter(parameter, name, is_embedding=is_embedding, use=use)
-        yield ParameterPlace(home.layer, home.module, home.attribute, spec)
+        yield ParameterPlace(occurrence.layer, occurrence.module, occurrence.attribute, spec)

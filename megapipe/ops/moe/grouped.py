@@ -1,4 +1,4 @@
-"""Products of rows in the order of experts, each group by the matrix of its own."""
+"""Grouped GEMMs: rows in the order of experts, each group times its expert's matrix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megapipe.ops.probe import Candidate, Unavailable, agree, is_planned, needs_
 from megapipe.ops.transfer import to_device
 
 GroupedKernel = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-"""(x [rows, in], matrices [experts, in, out], ends of the rows of each) -> [rows, out]."""
+"""Function (x [rows, in], matrices [experts, in, out], ends of experts' rows) -> [rows, out]."""
 
 ROW_BYTES = 16
-"""Rows of torch's grouped product begin at multiples of so many bytes."""
+"""Alignment in bytes of the rows of torch's grouped GEMM."""
 CHECKED = (0, 5, 5, 24)
-"""Ends of rows for the self-check: experts without any among them."""
+"""End of each expert's rows in the self-check; some experts have no rows."""
 
 
 def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, with their rows."""
+    """Yield each expert that has rows, with the range of its rows."""
     start = 0
     for expert, end in enumerate(ends):
         if end > start:
@@ -30,7 +30,7 @@ def each_expert(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def loop_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-    """One GEMM for each expert that has rows."""
+    """Compute one GEMM for each expert that has rows."""
     out = x.new_empty(len(x), weight.shape[-1])
     for expert, rows in each_expert(ends):
         torch.mm(x[rows], weight[expert], out=out[rows])
@@ -38,7 +38,7 @@ def loop_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
-    """torch's grouped GEMM: one kernel for all experts, whatever rows each has."""
+    """Compute torch's grouped GEMM: one kernel for all experts, however many rows each has."""
     if not len(x):
         return x.new_empty(0, weight.shape[-1])
     stops = to_device(torch.tensor(ends, dtype=torch.int32), x.device)
@@ -48,15 +48,15 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Sequence[int]) -> Tensor:
 def candidates(
     *, device: torch.device, dtype: torch.dtype, widths: Sequence[int]
 ) -> list[Candidate[GroupedKernel]]:
-    """For rows of these `widths`. On a GPU the grouped one comes first; a CPU gains nothing by it,
-    and has it for those who ask for it by name."""
+    """Return the kernels for rows of these `widths`. On a GPU the grouped kernel comes first. On a
+    CPU it is no faster, and is used only if named."""
 
     def grouped() -> GroupedKernel:
         needs_fp32(dtype)
         if not hasattr(functional, "grouped_mm"):
             raise Unavailable(f"torch {torch.__version__} has no grouped_mm")
         if device.type == "cuda":
-            if dtype != torch.bfloat16:  # others are computed one by one, and the host waits
+            if dtype != torch.bfloat16:  # other types: torch loops over experts, and the host waits
                 raise Unavailable(f"takes bf16, not {str(dtype).removeprefix('torch.')}")
             if not is_planned() and torch.cuda.get_device_capability(device) < (8, 0):
                 raise Unavailable("needs a GPU of compute capability 8.0 or more")

@@ -1,1 +1,1 @@
-"""Optimizer state of experts that change their owners."""
+"""Migration of the optimizer state of experts that change their owners."""

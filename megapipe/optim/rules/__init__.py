@@ -1,13 +1,14 @@
 """Update rules over flat shards: what a step does to master weights and optimizer state.
 
-Elementwise rules do not care how parameters are cut. LARS and LAMB need norms of whole parameters,
-and Muon needs whole matrices: they communicate, and give what a single process would.
+Elementwise rules do not depend on how parameters are sharded. LARS and LAMB need norms of whole
+parameters, and Muon needs whole matrices. They communicate, so the result does not depend on the
+sharding either.
 """
 
 from __future__ import annotations
 
 from megapipe.config.config import OptimizerConfig
-from megapipe.config.update_rules import ARGUMENTS, Declaration, user_rule
+from megapipe.config.update_rules import ARGUMENTS, Declaration, RuleOptions, user_rule
 from megapipe.ops.adam import AdamKernel, torch_adam
 from megapipe.optim.rules.adaptive import AdaBelief, Adam3, NAdamW, RMSprop
 from megapipe.optim.rules.elementwise import SGD, Adam, AdamW, Elementwise, Lion
@@ -15,7 +16,7 @@ from megapipe.optim.rules.layerwise import LAMB, LARS
 from megapipe.optim.rules.muon import Muon
 from megapipe.optim.rules.rule import Rule, StateSlice
 
-__all__ = ["Declaration", "Elementwise", "Rule", "StateSlice", "build_rule"]
+__all__ = ["Declaration", "Elementwise", "Rule", "RuleOptions", "StateSlice", "build_rule"]
 
 _REGISTERED: dict[str, type[Rule]] = {
     rule.declaration.name: rule
@@ -24,13 +25,12 @@ _REGISTERED: dict[str, type[Rule]] = {
 
 
 def build_rule(config: OptimizerConfig, kernel: AdamKernel = torch_adam) -> Rule:
-    """The rule that `optimizer.rule` names.
+    """Make the rule that `optimizer.rule` names.
 
-    `kernel` does the steps of Adam. Raises :class:`ConfigError` for a class of the user's that
-    cannot be had.
+    `kernel` computes Adam steps. Raises :class:`ConfigError` for an unusable user-defined class.
     """
     if config.rule in _REGISTERED:
         return _REGISTERED[config.rule](config, kernel)
-    given = {"config": config, "kernel": kernel}
-    rule: Rule = user_rule(config.rule).call(given, ARGUMENTS)
+    arguments = {"config": config, "kernel": kernel}
+    rule: Rule = user_rule(config.rule).call(arguments, ARGUMENTS)
     return rule

@@ -1,6 +1,6 @@
-"""Elementwise rules that scale each weight's step, beside Adam: RMSprop, NAdamW, AdaBelief, Adam3.
+"""Elementwise rules with adaptive step sizes, besides Adam: RMSprop, NAdamW, AdaBelief, Adam3.
 
-RMSprop and NAdamW are torch's. All go block by block, so that temporaries are small.
+RMSprop and NAdamW call torch. All rules work block by block, so that temporaries are small.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from megapipe.optim.rules.elementwise import Elementwise, corrected_ratio
 from megapipe.optim.rules.rule import StateSlice
 
 NO_MORE = 2.0**-60
-"""A product that changes no digit of 1 any more."""
+"""Product of momenta that is negligible: below it, 1 - product is 1 in floating point."""
 
 
 class RMSprop(Elementwise):
-    """Gradients by the root of their mean square, with momentum (Tieleman and Hinton, 2012).
+    """Gradients divided by their root mean square, with momentum (Tieleman and Hinton, 2012).
 
     Weight decay is added to the gradient.
     """
 
     declaration = update_rules.RMSPROP
+    options: update_rules.RMSpropOptions
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
         for master, grad, (square_avg, *momentum), weight_decay in part.blocks():
@@ -40,17 +41,17 @@ class RMSprop(Elementwise):
                 [torch.full((), float(count))],
                 foreach=True,
                 lr=lr,
-                alpha=self.config.beta2,
-                eps=self.config.eps,
+                alpha=self.options.alpha,
+                eps=self.options.eps,
                 weight_decay=weight_decay,
-                momentum=self.config.momentum,
+                momentum=self.options.momentum,
                 centered=False,
             )
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """The momentum."""
+        """Return the momentum."""
         return states[1]
 
 
@@ -58,6 +59,7 @@ class NAdamW(Elementwise):
     """Adam with Nesterov's momentum (Dozat, 2016) and decoupled weight decay."""
 
     declaration = update_rules.NADAMW
+    options: update_rules.NAdamWOptions
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
         product = self._product(count)
@@ -71,19 +73,20 @@ class NAdamW(Elementwise):
                 [torch.full((), float(count))],
                 foreach=True,
                 decoupled_weight_decay=True,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
+                beta1=self.options.betas[0],
+                beta2=self.options.betas[1],
                 lr=lr,
                 weight_decay=weight_decay,
-                momentum_decay=self.config.momentum_decay,
-                eps=self.config.eps,
+                momentum_decay=self.options.momentum_decay,
+                eps=self.options.eps,
             )
 
     def _product(self, count: int) -> float:
-        """Product of the momenta of the steps 1 .. `count`, by which torch corrects the bias."""
+        """Return the product of the momenta of steps 1 .. `count`, for torch's bias correction."""
         product = 1.0
         for step in range(1, count + 1):
-            product *= self.config.beta1 * (1 - 0.5 * 0.96 ** (step * self.config.momentum_decay))
+            decayed = 0.96 ** (step * self.options.momentum_decay)
+            product *= self.options.betas[0] * (1 - 0.5 * decayed)
             if product < NO_MORE:
                 break
         return product
@@ -91,20 +94,22 @@ class NAdamW(Elementwise):
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """Adam's, of the moments as they are: m^ / (sqrt(v^) + eps)."""
-        return corrected_ratio(states, count, self.config, eps=self.config.eps)
+        """Return Adam's direction for the current moments: m^ / (sqrt(v^) + eps)."""
+        return corrected_ratio(states, count, self.options.betas, eps=self.options.eps)
 
 
 class _ByMeans(Elementwise):
-    """Adam with another second moment, to which eps is added at each step, and decoupled weight
-    decay."""
+    """Base of variants of AdamW with a different second moment. Each step adds eps to it."""
+
+    options: update_rules.AdamOptions
 
     @abstractmethod
     def squared(self, grad: Tensor, mean: Tensor) -> Tensor:
-        """The vector whose square the second moment averages; `mean` has the gradient in it."""
+        """Return the vector whose square enters the second moment. `mean`: the first moment, which
+        already includes `grad`."""
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
-        beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
+        (beta1, beta2), eps = self.options.betas, self.options.eps
         for master, grad, (mean, second), weight_decay in part.blocks():
             mean.lerp_(grad, 1.0 - beta1)
             values = self.squared(grad, mean)
@@ -114,8 +119,8 @@ class _ByMeans(Elementwise):
 
 
 class AdaBelief(_ByMeans):
-    """Adam with the variance of the gradient around its mean in place of its square (Zhuang et
-    al., 2010.07468)."""
+    """Adam with the gradient's variance around its mean as second moment (Zhuang et al.,
+    2010.07468)."""
 
     declaration = update_rules.ADABELIEF
 
@@ -125,14 +130,14 @@ class AdaBelief(_ByMeans):
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """m^ / (sqrt(s^) + eps)."""
-        return corrected_ratio(states, count, self.config, eps=self.config.eps)
+        """Return m^ / (sqrt(s^) + eps)."""
+        return corrected_ratio(states, count, self.options.betas, eps=self.options.eps)
 
 
 class Adam3(_ByMeans):
-    """Adam with the square of the mean gradient in place of the gradient's: AdaM3 (ICDM 2023).
+    """Adam with the square of the mean gradient as second moment: AdaM3 (ICDM 2023).
 
-    The formula is that of AdaMomentum (Wang et al., 2106.11514).
+    AdaMomentum (Wang et al., 2106.11514) has the same formula.
     """
 
     declaration = update_rules.ADAM3
@@ -143,6 +148,6 @@ class Adam3(_ByMeans):
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """m^ / sqrt(v^); 0 in the padding of the vocabulary, where a resumed run has v = 0."""
-        least = torch.finfo(master.dtype).tiny  # changes no bit of another root
-        return corrected_ratio(states, count, self.config, eps=least)
+        """Return m^ / sqrt(v^), or 0 in vocabulary padding, where v is 0 in a resumed run."""
+        least = torch.finfo(master.dtype).tiny  # smaller than any other root, so exact
+        return corrected_ratio(states, count, self.options.betas, eps=least)

@@ -1,6 +1,6 @@
-"""Rules that update each weight from its own gradient and state alone: AdamW, Adam, SGD, Lion.
+"""Rules that update each weight from its own gradient and state: AdamW, Adam, SGD, Lion.
 
-They run on any cut of a bucket. Where torch has the rule, its fused kernel does the work.
+The rules work on any range of a bucket. If torch has a fused kernel for a rule, the rule uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from megapipe.config import update_rules
-from megapipe.config.config import OptimizerConfig
+from megapipe.config.update_rules import AdamOptions
 from megapipe.ops.adam import AdamKernel, AdamStep
 from megapipe.optim.rules.rule import Rule, StateSlice, ranges
 
@@ -38,16 +38,17 @@ class Adam(Elementwise):
     """Adam (Kingma and Ba, 1412.6980); weight decay is added to the gradient."""
 
     declaration = update_rules.ADAM
+    options: AdamOptions
     decoupled: ClassVar[bool] = False
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
-        adam_step(self.kernel, part, lr, count, self.config, decoupled=self.decoupled)
+        adam_step(self.kernel, part, lr, count, self.options, decoupled=self.decoupled)
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """m^ / (sqrt(v^) + eps), and the decay where it is decoupled."""
-        step = corrected_ratio(states, count, self.config, eps=self.config.eps)
+        """Return m^ / (sqrt(v^) + eps), plus the weight decay if it is decoupled."""
+        step = corrected_ratio(states, count, self.options.betas, eps=self.options.eps)
         return step.add_(master, alpha=weight_decay) if self.decoupled else step
 
 
@@ -63,16 +64,16 @@ def adam_step(
     part: StateSlice,
     lr: float,
     count: int,
-    config: OptimizerConfig,
+    options: AdamOptions,
     *,
     decoupled: bool,
 ) -> None:
-    """An Adam step on one part, whose states are exp_avg and exp_avg_sq."""
+    """Take an Adam step on one part, whose states are exp_avg and exp_avg_sq."""
     now = AdamStep(
         lr=lr,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        eps=options.eps,
         weight_decay=part.weight_decay,
         decoupled=decoupled,
         step=count + 1,
@@ -82,19 +83,21 @@ def adam_step(
 
 
 def corrected_ratio(
-    states: Sequence[Tensor], count: int, config: OptimizerConfig, *, eps: float
+    states: Sequence[Tensor], count: int, betas: Sequence[float], *, eps: float
 ) -> Tensor:
-    """m^ / (sqrt(v^) + eps) of the states, a mean m and a mean square v [n] after `count` steps,
-    corrected for their beginning at 0."""
+    """Return m^ / (sqrt(v^) + eps) for `states` [n]: a mean m and a mean square v after `count`
+    steps, corrected for their start at 0."""
     mean, square = states
-    root = torch.sqrt(square / (1.0 - config.beta2**count)).add_(eps)
-    return torch.div(mean, root, out=root).div_(1.0 - config.beta1**count)
+    beta1, beta2 = betas
+    root = torch.sqrt(square / (1.0 - beta2**count)).add_(eps)
+    return torch.div(mean, root, out=root).div_(1.0 - beta1**count)
 
 
 class SGD(Elementwise):
-    """Gradient descent with momentum, undamped; weight decay is added to the gradient."""
+    """Gradient descent with undamped momentum; weight decay is added to the gradient."""
 
     declaration = update_rules.SGD
+    options: update_rules.SGDOptions
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
         sgd(
@@ -103,33 +106,35 @@ class SGD(Elementwise):
             list(part.states),
             fused=True,
             weight_decay=part.weight_decay,
-            momentum=self.config.momentum,
+            momentum=self.options.momentum,
             lr=lr,
             dampening=0.0,
-            nesterov=self.config.nesterov,
+            nesterov=self.options.nesterov,
             maximize=False,
         )
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """The momentum, which a step goes along, Nesterov's in the limit of equal gradients."""
+        """Return the momentum. With Nesterov it is the direction only if gradients are constant."""
         return states[0]
 
 
 class Lion(Elementwise):
-    """The sign of an interpolated momentum, with decoupled decay (Chen et al., 2302.06675)."""
+    """Lion (Chen et al., 2302.06675): sign of an interpolated momentum, with decoupled decay."""
 
     declaration = update_rules.LION
+    options: update_rules.LionOptions
 
     def update(self, part: StateSlice, lr: float, count: int) -> None:
+        beta1, beta2 = self.options.betas
         for master, grad, (exp_avg,), weight_decay in part.blocks():
-            direction = exp_avg.lerp(grad, 1.0 - self.config.beta1).sign_()
+            direction = exp_avg.lerp(grad, 1.0 - beta1).sign_()
             master.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-lr)
-            exp_avg.lerp_(grad, 1.0 - self.config.beta2)
+            exp_avg.lerp_(grad, 1.0 - beta2)
 
     def direction(
         self, master: Tensor, states: Sequence[Tensor], weight_decay: float, count: int
     ) -> Tensor:
-        """The sign of the momentum, and the decay."""
+        """Return the sign of the momentum, plus the weight decay."""
         return states[0].sign().add_(master, alpha=weight_decay)

@@ -1,10 +1,10 @@
 """LARS and LAMB: the step of a parameter is scaled by a ratio of norms, its trust ratio.
 
-The norms are those of whole parameters, and of each index of what is split over ep, so they are
-summed over the slices of a bucket and over the tensor-parallel parts: one vector of squares, fp64,
-per bucket, and one for all buckets over tp, or over etp of what is split over ep. As in the usual
-implementations, parameters without weight decay (norms, biases) have ratio 1, and so has a
-parameter one of whose norms is 0. Vocabulary padding is zero and adds nothing.
+A norm covers a whole parameter, or each expert in it. So squares are summed over the shards of a
+bucket and over the tensor-parallel parts: one fp64 vector of squares per bucket over the shard
+axis, and one for all buckets over tp (over etp for experts). As in the usual implementations,
+parameters without weight decay (norms, biases) have ratio 1, and so does a parameter whose norm is
+0. Vocabulary padding is zero and adds nothing to a norm.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class TrustRatio(Rule):
-    """A rule in two passes over the shards: directions and their norms, then the update."""
+    """A rule that passes over the shards twice: for directions and their norms, then to update."""
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
-        if not shards:  # all is frozen in a stage, on all its tp ranks
+        if not shards:  # everything in a stage is frozen, on all its tp ranks
             return
         for over_ep in (False, True):
             alike = [shard for shard in shards if shard.bucket.over_ep == over_ep]
@@ -40,7 +40,7 @@ class TrustRatio(Rule):
                 self._step(alike, lr, count)
 
     def _step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
-        """A step of shards whose tensors the same ranks have parts of."""
+        """Update shards whose tensors are all split over tp, or all over etp."""
         squares = [self._squares(shard, count) for shard in shards]
         norms = _summed(torch.cat(squares), shards[0].tp).sqrt()  # [parameters of all shards, 2]
         weight, direction = norms.unbind(1)
@@ -52,8 +52,8 @@ class TrustRatio(Rule):
                 self.apply(part, scale)
 
     def _squares(self, shard: Shard, count: int) -> Tensor:
-        """Squared norms of the values that this rank counts of each parameter and its direction:
-        [parameters, 2]."""
+        """Return [parameters, 2]: squared norms of each parameter's weights and of its step's
+        direction, summed over the bucket's shards."""
         parameters = sum(_count(entry) for entry in shard.bucket.entries)
         squares = torch.zeros(parameters, 2, dtype=torch.float64, device=shard.grad.device)
         for index, entry, part in self._parameters(shard):
@@ -64,10 +64,10 @@ class TrustRatio(Rule):
         return all_reduce(squares, shard.axis)
 
     def _parameters(self, shard: Shard) -> Iterator[tuple[int, ParamRange, StateSlice]]:
-        """The parameters that reach into the shard, each in one block or several.
+        """Yield the parameters that overlap the shard, each in one or more blocks.
 
-        Windows of state are taken by ranges, not by parameters: random rounding draws numbers for
-        whole tiles, and long ranges use most of them.
+        State windows are made from ranges, not from parameters: stochastic rounding draws random
+        numbers for whole tiles, and long ranges use most of these numbers.
         """
         for range_ in ranges(shard):
             start = range_.start
@@ -83,11 +83,11 @@ class TrustRatio(Rule):
 
     @abstractmethod
     def prepare(self, part: StateSlice, count: int) -> None:
-        """Turn the gradient into the direction whose norm counts; master weights do not change."""
+        """Replace the gradient in `part` by the step's direction; master weights do not change."""
 
     @abstractmethod
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
-        """Trust ratios from the norms of weights and directions, fp64: [parameters]."""
+        """Return trust ratios, fp64 [parameters], from the norms of weights and directions."""
 
     @abstractmethod
     def apply(self, part: StateSlice, scale: Tensor | float) -> None:
@@ -95,10 +95,10 @@ class TrustRatio(Rule):
 
 
 def _summed(squares: Tensor, tp: Axis) -> Tensor:
-    """The sum over tp [n, 2], in the order of the ranks.
+    """Return the sum of `squares` [n, 2] over tp, added in rank order.
 
-    That of an all-reduce depends on where a value is in its vector, and the stages that share a
-    tied embedding have it at other places: their copies would differ.
+    The rounding of an all-reduce depends on a value's position in the vector. Stages that share a
+    tied embedding have its squares at different positions, so its weights would differ.
     """
     first, *others = all_gather(squares.unsqueeze(0), tp)  # [tp, n, 2]
     total = first.clone()
@@ -108,12 +108,12 @@ def _summed(squares: Tensor, tp: Axis) -> Tensor:
 
 
 def _count(entry: ParamRange) -> int:
-    """How many matrices of an entry have a ratio each: those of its indices over ep, or one."""
+    """Return the number of trust ratios of a parameter: one per local expert, else one."""
     return entry.spec.sizes[0] if entry.spec.over_ep else 1
 
 
 def _each(entry: ParamRange) -> Iterator[ParamRange]:
-    """The places of these."""
+    """Yield the range of each local expert of a parameter, or the whole range if it has none."""
     length = entry.spec.numel // _count(entry)
     for start in range(entry.start, entry.stop, length):
         yield ParamRange(entry.spec, start, start + length)
@@ -123,18 +123,19 @@ class LARS(TrustRatio):
     """Momentum of layer-wise scaled gradients (You et al., 1708.03888)."""
 
     declaration = update_rules.LARS
+    options: update_rules.LARSOptions
 
     def prepare(self, part: StateSlice, count: int) -> None:
-        """Nothing to do: the direction is the gradient itself."""
+        """Do nothing: the direction is the gradient itself."""
 
     def ratio(self, weight: Tensor, direction: Tensor) -> Tensor:
         decayed = direction + self.config.weight_decay * weight
-        return self.config.trust_coefficient * weight / decayed
+        return self.options.trust_coefficient * weight / decayed
 
     def apply(self, part: StateSlice, scale: Tensor | float) -> None:
         (momentum,) = part.states
         step = part.grad.add_(part.master, alpha=part.weight_decay).mul_(scale)
-        momentum.mul_(self.config.momentum).add_(step)
+        momentum.mul_(self.options.momentum).add_(step)
         part.master.sub_(momentum)
 
 
@@ -142,13 +143,14 @@ class LAMB(TrustRatio):
     """Adam's direction with decay, scaled to the norm of the weights (You et al., 1904.00962)."""
 
     declaration = update_rules.LAMB
+    options: update_rules.AdamOptions
 
     def prepare(self, part: StateSlice, count: int) -> None:
         exp_avg, exp_avg_sq = part.states
-        beta1, beta2 = self.config.beta1, self.config.beta2
+        beta1, beta2 = self.options.betas
         exp_avg.lerp_(part.grad, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(part.grad, part.grad, value=1.0 - beta2)
-        root = (exp_avg_sq / (1.0 - beta2 ** (count + 1))).sqrt_().add_(self.config.eps)
+        root = (exp_avg_sq / (1.0 - beta2 ** (count + 1))).sqrt_().add_(self.options.eps)
         torch.div(exp_avg, root, out=part.grad)
         part.grad.div_(1.0 - beta1 ** (count + 1)).add_(part.master, alpha=part.weight_decay)
 

@@ -1,12 +1,13 @@
-"""Muon: momentum made orthogonal, for the matrices of the layers (Jordan et al., 2024).
+"""Muon: orthogonalised momentum, for the matrices of the layers (Jordan et al., 2024).
 
 https://kellerjordan.github.io/posts/muon; ``torch.optim.Muon`` is the reference. Embeddings, head,
-positions, norms and biases take AdamW. Momentum is elementwise; the orthogonal matrix is a
-function of the whole one, which is brought together from slices and tensor-parallel parts
-(:mod:`megapipe.optim.rules.whole`) in the type in which Newton-Schulz runs.
+positions, norms and biases use AdamW. Momentum is elementwise. Orthogonalising needs the whole
+matrix, which is assembled from shards and tensor-parallel parts
+(:mod:`megapipe.optim.rules.full_matrices`) in the type in which Newton-Schulz runs.
 
-The matrix of queries, keys and values is three, or as ``optimizer.muon_split`` says; a gated MLP's
-[2, f, h] is two, and each index of what is split over ep is one.
+The fused matrix of queries, keys and values is orthogonalised as three matrices, unless
+``split_qkv`` says otherwise. Gate and up of a gated MLP ([2, f, h]) and the matrices of each expert
+are orthogonalised separately.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ from megapipe.layers.parameter import LocalParameter
 from megapipe.layers.specs import JoinedHeads, ParameterSpec
 from megapipe.optim.buffers import ParamRange
 from megapipe.optim.rules.elementwise import adam_step
+from megapipe.optim.rules.full_matrices import apply_to_full_matrices, gather_local
 from megapipe.optim.rules.rule import Rule, overlap, ranges
-from megapipe.optim.rules.whole import apply_to_full_matrices, gather_local
 
 if TYPE_CHECKING:
     from megapipe.optim.shard import Shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose slope at 0 is steep: singular values end up within about 0.7 to 1.2."""
+"""Coefficients of a polynomial of degree 5, steep at 0: singular values become about 0.7 to 1.2."""
 ITERATIONS = 5
 EPS = 1e-7
-"""Least norm that a matrix is divided by."""
+"""Smallest norm by which a matrix is divided."""
 
 
 class Muon(Rule):
-    """Muon; exp_avg is the momentum of matrices too, exp_avg_sq is used by AdamW alone."""
+    """Muon. State exp_avg is the momentum of matrices and AdamW's; exp_avg_sq is only AdamW's."""
 
     declaration = update_rules.MUON
+    options: update_rules.MuonOptions
 
     def step(self, shards: Sequence[Shard], lr: float, count: int) -> None:
-        adamw_lr = lr * self.config.adamw_lr_scale
+        adamw_lr = lr * self.options.adamw_lr_scale
         for shard in shards:
             others = ranges(shard, lambda spec: not is_hidden_matrix(spec))
             for part in self.parts(shard, others):
-                adam_step(self.kernel, part, adamw_lr, count, self.config, decoupled=True)
+                adam_step(self.kernel, part, adamw_lr, count, self.options, decoupled=True)
             matrices = [e for e in shard.bucket.entries if is_hidden_matrix(e.spec)]
             if matrices:
                 self._step_matrices(shard, matrices, lr)
@@ -74,21 +76,21 @@ class Muon(Rule):
 
     def _add_momentum(self, shard: Shard) -> None:
         """Replace the gradients of matrices by their (Nesterov) momentum, to be orthogonalised."""
-        momentum = self.config.momentum
+        momentum = self.options.momentum
         for part in self.parts(shard, ranges(shard, is_hidden_matrix)):
             average = part.states[0].lerp_(part.grad, 1.0 - momentum)
-            if self.config.nesterov:
+            if self.options.nesterov:
                 part.grad.lerp_(average, momentum)
             else:
                 part.grad.copy_(average)
 
     def _orthogonal(self, whole: Tensor, spec: LocalParameter) -> Tensor:
-        """Make the matrices of `whole` orthogonal, each by itself."""
+        """Orthogonalise each matrix of `whole` separately."""
         joined = self._joined(spec)
         if joined is None:
             return orthogonalise(whole)
         groups = whole.view(-1, sum(joined.heads), joined.size, whole.shape[-1])
-        if self.config.muon_split == "heads":
+        if self.options.split_qkv == "heads":
             return orthogonalise(groups).view_as(whole)
         parts = [
             orthogonalise(part.reshape(-1, whole.shape[-1])).view_as(part)
@@ -97,16 +99,17 @@ class Muon(Rule):
         return torch.cat(parts, dim=1).view_as(whole)
 
     def _joined(self, spec: ParameterSpec) -> JoinedHeads | None:
-        """Return how the matrix is to be split; None if it is one."""
-        return None if self.config.muon_split == "none" else spec.joined
+        """Return the order of the heads in a fused QKV matrix; None for a matrix that is
+        orthogonalised as one."""
+        return None if self.options.split_qkv == "none" else spec.joined
 
     def _factors(self, spec: LocalParameter) -> float | Tensor:
-        """Return the factor of a matrix' learning rate, or where matrices of it differ the factors
-        of this rank's rows: [rows, 1]."""
+        """Return the factor of a matrix's learning rate; or, if queries, keys and values differ,
+        the factors of this rank's rows: [rows, 1]."""
         columns, joined = spec.shape[-1], self._joined(spec)
         if joined is None:
             return self._factor(spec.shape[-2], columns)
-        if self.config.muon_split == "heads":
+        if self.options.split_qkv == "heads":
             return self._factor(joined.size, columns)
         groups = spec.shape[0] // joined.rows
         lengths = [heads * joined.size for heads in joined.heads]
@@ -118,18 +121,18 @@ class Muon(Rule):
 
     def _factor(self, rows: int, columns: int) -> float:
         """Return the factor of the learning rate of a matrix [rows, columns]."""
-        if self.config.muon_adjust == "match_rms_adamw":
+        if self.options.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
 
 def is_hidden_matrix(spec: LocalParameter) -> bool:
-    """Whether Muon takes the parameter: a weight matrix of a layer."""
+    """Whether Muon updates the parameter: a weight matrix of a layer."""
     return spec.role == "matrix"
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each, roughly: [..., m, n] -> [..., m, n]."""
+    """Return roughly the (semi-)orthogonal matrix nearest to each [..., m, n], same shape."""
     flat = matrices.reshape(-1, *matrices.shape[-2:])
     return torch.stack([_newton_schulz(matrix) for matrix in flat]).view_as(matrices)
 

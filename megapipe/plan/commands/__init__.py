@@ -9,15 +9,15 @@ COMMANDS = {"compare": compare, "draw": draw}
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="How ranks attend to positions that are split over them (context.*): what it "
-        "costs, and who computes what when. docs/context.md explains.",
-        epilog="%(prog)s COMMAND --help tells what it takes.",
+        description="Show how context-parallel ranks attend (context.*): costs, and which rank "
+        "computes which tile in which round. docs/context.md explains.",
+        epilog="%(prog)s COMMAND --help explains a command.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command; returns the exit code of the process."""
     return run_command(parser(), argv)

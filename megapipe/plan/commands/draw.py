@@ -1,8 +1,8 @@
-"""Draws the plan of a configuration: which rank computes which block of scores in which round. A
-cell "3:1" stands for the queries of rank 3 and the keys of rank 1; "-" is a round in which a rank
-has nothing to do. In the SVG a cell is darker the more of its scores are computed.
+"""Draws the ring plan of a configuration: which rank computes which tile of scores in which round.
+A cell "3:1" stands for the queries of rank 3 and the keys of rank 1; "-" is a round in which the
+rank is idle. In the SVG a cell is darker if more of its scores are computed.
 
-example: context.py draw parallel.cp=4 context.plan=teams context.team=2 -o teams.svg
+example: context.py draw parallel.cp=4 context.algorithm=teams context.team_size=2 -o teams.svg
 """
 
 import argparse
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.command_line import Parser
-from megapipe.context.entries import score_rects
 from megapipe.context.plan import Message, Plan
 from megapipe.context.positions import Positions
+from megapipe.context.score_rects import score_rects
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import split_of
 from megapipe.layout.context_plan import context_plans
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
-from megapipe.words import print_folded, table
+from megapipe.text import count_noun, print_folded, table
 
-PURPOSE = "who computes which block when"
+PURPOSE = "draw which rank computes which tile in which round"
 CELL, HEIGHT, LEFT, TOP = 58, 26, 64, 40
 
 
 def add(parser: Parser) -> None:
     add_configuration(parser)
-    parser.add_argument("--backward", action="store_true", help="the plan of the backward")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write an SVG")
+    parser.add_argument("--backward", action="store_true", help="draw the plan of the backward")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write an SVG file")
 
 
 def run(given: argparse.Namespace) -> None:
@@ -49,7 +49,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def share(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> float:
-    """The scores of a pair that are computed, of a whole block's."""
+    """Return the fraction of a tile's scores that are computed, not masked. `pair`: the ranks of
+    its queries and keys."""
     if pair is None:
         return 0.0
     queries, keys = blocks[pair[0]], blocks[pair[1]]
@@ -62,22 +63,23 @@ def label(blocks: tuple[Positions, ...], pair: tuple[int, int] | None) -> str:
 
 
 def text(plan: Plan, blocks: tuple[Positions, ...], exchanges: Sequence[Sequence[Message]]) -> str:
-    """A row per rank, a column per round, and what is sent in all."""
+    """Format the plan: a row per rank, a column per round, and the number of messages."""
     rows = [["", *(f"round {number}" for number in range(plan.length))]]
     for rank in range(plan.ranks):
         cells = [label(blocks, pairs[rank]) for pairs in plan.rounds]
         rows.append([f"rank {rank}", *cells])
     sent = Counter(message.what for exchange in exchanges for message in exchange)
-    more = f"{sent['gradient']} gradients" if sent["gradient"] else f"{sent['partial']} results"
+    gradients, results = sent["gradient"], sent["partial"]
+    more = count_noun(gradients, "gradient") if gradients else count_noun(results, "result")
     return (
-        f"{table(rows, left=len(rows[0]))}\n"
-        f"{sent['bundle']} bundles and {more} sent; at most {plan.max_bundles['keys']} bundles of "
-        f"keys and {plan.max_bundles['queries']} of queries on a rank, its own included"
+        f"{table(rows, left=len(rows[0]))}\n{count_noun(sent['bundle'], 'shard')} and {more} "
+        f"sent; a rank has at most {plan.max_bundles['keys']} KV and "
+        f"{count_noun(plan.max_bundles['queries'], 'query shard')} in memory, including its own"
     )
 
 
 def scene(plan: Plan, blocks: tuple[Positions, ...], words: str) -> Scene:
-    """The same as shapes."""
+    """Draw the plan as shapes."""
     drawn = Scene(LEFT + CELL * plan.length + 8, TOP + HEIGHT * plan.ranks + 8)
     drawn.shapes.append(Words(8, 16, words, anchor="start"))
     for number, pairs in enumerate(plan.rounds):

@@ -1,1 +1,1 @@
-"""Plans of layers with experts: how rows travel, its time, and which ranks have which experts."""
+"""Plans of MoE layers: dispatch of rows, time of a layer, and which ranks hold which experts."""

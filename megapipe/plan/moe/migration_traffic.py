@@ -1,12 +1,12 @@
 """Bytes on the wire when experts change their owners, counted before a run: ``policy=migrate``.
 
-It is no part of a step, so :func:`megapipe.plan.traffic.step_traffic` has none of it: it happens
-after one step in ``experts.replan`` at most. How many experts move depends on what is chosen, so
-this counts all of them: each rank gives away every expert that it owns, and gets as many.
+:func:`megapipe.plan.traffic.step_traffic` does not include these bytes: experts move between steps,
+at most once in ``experts.rebalance_every`` steps. How many experts move depends on routing, so the
+count assumes that all do: a rank sends every expert that it owns, and receives as many.
 
-Of each parameter, and of each kind of value that there is of it, masters and states, an exchange
-takes values to ranks of the new owners and a second one to those of them whose slices have their
-places (:mod:`megapipe.optim.moe.migration`); the weights are then gathered as after an update.
+For each parameter, and for its masters and each of its states, one exchange sends the values to the
+new owners' ranks, and a second one sends them to the ranks whose shards contain them
+(:mod:`megapipe.optim.moe.migration`). The weights are then gathered as after an update.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megapipe.util.dtypes import DTYPE_BYTES
 
 
 def migration_traffic(config: Config, layout: Layout, rank: int) -> list[CollectiveTraffic]:
-    """Collectives of a process at pipeline index `rank` where all experts of its layers move at
-    once, of one whose slices have no padding, which sends most; nothing where experts stay."""
-    if config.experts.policy != "migrate":
+    """Return the collectives of a process at pipeline index `rank` if all its experts move at once.
+    The bytes are an upper bound, for shards without padding. Return [] if experts never move."""
+    if config.experts.rebalance != "migrate":
         return []
     found = _exchanges(config, layout, rank)
     return [exchange for exchange in found if exchange.members > 1]
 
 
 def _exchanges(config: Config, layout: Layout, rank: int) -> Iterator[CollectiveTraffic]:
-    kept = declaration(config.optimizer.rule).kept(config.optimizer.momentum)
+    kept = declaration(config.optimizer.rule).kept(config.optimizer.rule_options)
     kinds, size = 1 + len(kept), DTYPE_BYTES[config.model.dtype]
     for bucket in process_buckets(config, layout, rank):
         if not bucket.over_ep:

@@ -1,4 +1,4 @@
-"""Maps of experts for a run, judged by recorded counts: loads of ranks, bytes and seconds."""
+"""Scores policies that move or replicate experts, with recorded choices: load, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from megapipe.config.config import Config
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import Trace, largest_load, migrate
-from megapipe.experts.rows import TokensPerExpert, evenly, tokens_per_rank
+from megapipe.experts.row_routing import TokensPerExpert, evenly, tokens_per_rank
 from megapipe.experts.shadow import ShadowCosts, shadow
 from megapipe.experts.traffic import ExpertBytes, migration, most, replica_traffic
 from megapipe.layers.moe.specs import wire_bytes
 from megapipe.layout.buckets import process_buckets
 from megapipe.layout.layout import Layout
-from megapipe.layout.links import speed
-from megapipe.layout.moe.replicas import ep_ranks_per_node
+from megapipe.layout.moe.rebalance_checks import ep_ranks_per_node
+from megapipe.layout.p2p import speed
 from megapipe.layout.speeds import Speeds
 from megapipe.model.partition import StageSpec
+from megapipe.plan.kernel_time import KernelTime
 from megapipe.plan.memory import state_bytes
-from megapipe.plan.moe.time import Products
+from megapipe.plan.moe.moe_layer_time import Products
 from megapipe.plan.units import Units
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 Policy = Callable[[ExpertMap, TokensPerExpert, Sequence[int]], ExpertMap]
-"""The present map, the rows of each rank for each expert, and their sums -> the next map."""
+"""Function (current map, rows of each expert by rank, their sums over ranks) -> next map."""
 
 POLICIES = ("shadow", "balance", "migrate")
 
@@ -37,49 +38,50 @@ def by_shadows(times: ShadowCosts) -> Policy:
 
 
 def by_balance(node: int) -> Policy:
-    """With so many ranks on a node."""
+    """Return the policy balance, for `node` expert-parallel ranks per node."""
     return lambda present, rows, _: balance(present, rows, node)
 
 
 class PlacementScore(NamedTuple):
-    """A policy in a layer, on average over the recorded steps but the first."""
+    """Score of a policy in a layer, as a mean over the recorded steps except the first."""
 
     layer: int
     policy: str
     before: float
-    """The largest load of a rank by the mean, with the experts as a run begins."""
+    """Largest load of a rank, relative to the mean load, with the run's initial map."""
     after: float
-    """The same with the maps that the policy has chosen, each by the counts recorded before."""
+    """Largest load with the policy's maps; each map is chosen from the previous recorded step."""
     copies: float
-    """Of all ranks together."""
+    """Mean number of expert replicas on all ranks together."""
     moved: int
-    """Experts that have changed their rank, in all steps together."""
+    """Number of times that an expert changed its owner, over all steps."""
     bytes: float
-    """In a step, of the rank that sends or receives most: copies, their gradients, and experts that
-    move."""
+    """Bytes per step of the rank that sends or receives most: replicas' weights and gradients, and
+    moved experts."""
     seconds: float
-    """That this takes at the speed of the link."""
+    """Seconds that `bytes` take at the speed of the link."""
 
 
 class Costs(NamedTuple):
-    """Bytes and times by which maps of a layer are judged."""
+    """Bytes and times with which maps of a layer are scored."""
 
     sizes: ExpertBytes
-    flops: float
-    """Of a row, by the copies of the experts."""
+    products: Products
+    edp: int
+    """Number of data-parallel replicas of the experts."""
     trip: float
     shadow: float
-    """As :class:`ShadowCosts` has them."""
+    """Seconds that a replica on every rank costs, as in :class:`ShadowCosts`."""
     speeds: Speeds
     rate: float
-    """Bytes per second of the slowest link between ranks that share experts."""
+    """Bytes per second of the slowest link between expert-parallel ranks."""
     node: int
-    """ep ranks of a node."""
+    """Number of expert-parallel ranks per node."""
 
     @classmethod
     def of(cls, units: Units, speeds: Speeds, layer: int) -> Costs:
-        """Those of a layout. Rows are counted over all copies of the experts, so a row takes its
-        part of the time."""
+        """Compute the costs for a layout. Recorded rows are sums over all data-parallel replicas of
+        the experts, so a row's time is divided by the number of these replicas."""
         config, layout, products = units.config, units.layout, Products.of(units, layer)
         spec, model = StageSpec(False, range(layer, layer + 1), False), config.model
         each = layout.model.experts()[layer] // layout.ep
@@ -91,10 +93,11 @@ class Costs(NamedTuple):
             numel * size, numel * main, -(-numel * state_bytes(config, layout) // owners)
         )
         rate = 1e9 * speed(config, layout.ep_ranks)
-        row = wire_bytes(config.experts.codec, model.hidden, size)
+        row = wire_bytes(config.experts.wire_dtype, model.hidden, size)
         return cls(
             sizes=sizes,
-            flops=products.flops / products.rows / layout.edp,
+            products=products,
+            edp=layout.edp,
             trip=(row + main / 2) / rate / layout.edp,
             shadow=(layout.ep - 1) * (sizes.weights + sizes.gradients) / rate,
             speeds=speeds,
@@ -104,18 +107,19 @@ class Costs(NamedTuple):
 
     @property
     def times(self) -> ShadowCosts:
-        """Raises :class:`ConfigError` if the speed of the device is not known."""
-        return ShadowCosts(self.flops / self.speeds.reached, self.trip, self.shadow)
+        """Times per row; raises :class:`ConfigError` if the device's speed is unknown."""
+        seconds = KernelTime(self.speeds).of(self.products.kernels).seconds
+        return ShadowCosts(seconds / self.products.rows / self.edp, self.trip, self.shadow)
 
     def worth(self, steps: float) -> float:
-        """Rows whose time it takes to move an expert, if the next move is so many steps later.
-        Raises :class:`ConfigError` if the speed of the device is not known."""
+        """Return the number of rows per step that take as long as moving an expert once in `steps`
+        steps. Raises :class:`ConfigError` if the device's speed is unknown."""
         seconds = (self.sizes.weights + self.sizes.states) / self.rate
         return seconds / ((3 * self.times.row + 4 * self.times.trip) * steps)
 
 
 def _owners_of_slices(config: Config, layout: Layout, layer: int) -> int:
-    """Ranks that update different parts of the same experts."""
+    """Return the number of ranks that update different shards of the same experts."""
     (stage,) = (n for n, spec in enumerate(layout.stage_layers) if layer in spec.layers)
     rank = 0 if layout.in_process else layout.schedule.placement.rank_of(stage)
     buckets = process_buckets(config, layout, rank)
@@ -133,13 +137,13 @@ def score_placements(
     costs: Costs,
     policies: Sequence[str] = POLICIES,
 ) -> list[PlacementScore]:
-    """Policies, on the rows of each expert by step: each step is computed with the map for which
-    the one before is the reason, the first as a run begins. Rows are taken as spread evenly over
-    the ranks that they are from. All but balance go by the speed of the device; raises
-    :class:`ConfigError` if it is not known."""
+    """Score policies on recorded rows per expert (`trace`, by step). Each step uses the map that
+    was chosen from the previous step's rows; the first one uses `begin`. Rows are assumed to come
+    evenly from all ranks. Raises :class:`ConfigError` if the device's speed is unknown, unless the
+    policy is balance."""
     steps, every = [trace[step] for step in sorted(trace)], steps_between(trace)
 
-    def way(name: str) -> tuple[ExpertMap, Policy]:
+    def start_and_policy(name: str) -> tuple[ExpertMap, Policy]:
         if name == "shadow":
             return begin, by_shadows(costs.times)
         if name == "balance":
@@ -148,11 +152,11 @@ def score_placements(
         without = replace(begin, slots=0)
         return without, lambda present, _, totals: migrate(present, pool, totals, worth)
 
-    return [_judged(layer, name, steps, every, *way(name), costs) for name in policies]
+    return [_judged(layer, name, steps, every, *start_and_policy(name), costs) for name in policies]
 
 
 def steps_between(trace: Mapping[int, Sequence[int]]) -> float:
-    """Steps from one that is recorded to the next, on average."""
+    """Return the mean number of steps from one recorded step to the next."""
     return (max(trace) - min(trace)) / (len(trace) - 1)
 
 

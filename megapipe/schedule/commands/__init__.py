@@ -18,16 +18,16 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.placement import Placement
 
 Planner = Callable[[Path], Callable[[Placement], Cost]]
-"""From a configuration to the costs of its model's stages on a placement."""
+"""Function of a configuration file. It returns a function from placements to costs of stages."""
 
 COMMANDS = (listing, show, simulate, compare, draw, validate, export, search)
 
 
 def parser() -> Parser:
-    """The parser of all commands; each sets `run`, a function of the parsed arguments."""
+    """Return the parser of all commands. A command's function is the parsed argument `run`."""
     top = Parser(
         description="Pipeline schedules: list, draw, prove, time, compare and search them.",
-        epilog="%(prog)s COMMAND --help tells what a command takes.",
+        epilog="%(prog)s COMMAND --help lists the arguments of a command.",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for module in COMMANDS:
@@ -36,5 +36,5 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str], planner: Planner | None = None) -> int:
-    """Run one command; the exit code of the process. `planner` reads what --config names."""
+    """Run one command; return the exit code. `planner` reads the configuration of --config."""
     return run_command(parser(), argv, planner=planner)

@@ -1,4 +1,4 @@
-"""``compare``: schedules at one setting, in one table."""
+"""``compare``: a table of schedules at the same sizes and costs."""
 
 import argparse
 import csv
@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from megapipe import words
+from megapipe import text
 from megapipe.command_line import Commands, Parser, suggest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.commands.arguments import NAME_HELP, add_setting
@@ -28,7 +28,7 @@ COLUMNS = {
     "messages": "messages",
     "fits": "fits",
 }
-"""Heading by key; --sort takes the keys, and the CSV has them."""
+"""Heading of each column in the text table, by the column's name in --sort and CSV."""
 SHARES = ("bubble", "bubble_ideal", "bubble_span")
 
 
@@ -36,9 +36,9 @@ def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser(
         "compare",
         help="a table of schedules at one setting",
-        description="A table of schedules at one setting. Those that have no --chunks, --slices, "
-        "--group, --pairs or --replicas go without; those that refuse the setting are listed with "
-        "the reason.",
+        description="A table of schedules at one setting. A schedule that lacks an option, such as "
+        "--sequence-slices or --microbatch-group-size, is built without it. A schedule that "
+        "refuses the setting is listed with the reason.",
     )
     given = parser.add_argument(
         "names", metavar="NAME", nargs="*", help=f"{NAME_HELP} (all of `list`)"
@@ -49,7 +49,7 @@ def add(commands: "Commands[Parser]") -> None:
         "--sort",
         choices=tuple(COLUMNS),
         metavar="COLUMN",
-        help=f"by {', '.join(COLUMNS)} (--objective)",
+        help=f"sort by one of {', '.join(COLUMNS)} (the --objective)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -65,42 +65,47 @@ def run(given: argparse.Namespace) -> None:
             measured.append(measure(setting, *setting.build(name, lenient=True)))
         except ScheduleError as error:
             refused[name] = str(error).removeprefix(f"schedule {name}: ")
-    measured.sort(key=lambda told: (row(told)[given.sort or setting.objective], told["schedule"]))
+    measured.sort(
+        key=lambda result: (row(result)[given.sort or setting.objective], result["schedule"])
+    )
     if given.json:
         failed = [{"schedule": name, "refused": reason} for name, reason in refused.items()]
         print(json.dumps([*measured, *failed]))
     elif given.csv:
         writer = csv.DictWriter(sys.stdout, (*COLUMNS, "refused"), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(row(told) for told in measured)
+        writer.writerows(row(result) for result in measured)
         writer.writerows({"schedule": name, "refused": why} for name, why in refused.items())
     else:
-        print(table([row(told) for told in measured], fits=setting.memory_limit is not None))
+        print(
+            table([row(result) for result in measured], fits=setting.activation_limit is not None)
+        )
         for name, reason in refused.items():
-            words.print_folded(f"{name}: {reason}")
+            text.print_folded(f"{name}: {reason}")
 
 
-def row(told: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a schedule; of values per rank, the largest."""
-    bubble = told["bubble"]
+def row(result: dict[str, Any]) -> dict[str, Any]:
+    """Convert a result of :func:`measure` to a line of the table, by column name. Figures per rank
+    are replaced by their maximum."""
+    bubble = result["bubble"]
     return {
-        **{key: told[key] for key in ("schedule", "chunks", "makespan", "span", "messages")},
+        **{key: result[key] for key in ("schedule", "chunks", "makespan", "span", "messages")},
         "bubble": bubble["makespan"],
         "bubble_ideal": bubble["ideal"],
         "bubble_span": bubble["span"],
-        "held": max(told["peak_held"]),
-        "weighted": max(told["peak_weighted"]),
-        "weights": max(told["weight_copies"]),
-        "fits": told["fits"],
+        "held": max(result["peak_held"]),
+        "weighted": max(result["peak_weighted"]),
+        "weights": max(result["weight_copies"]),
+        "fits": result["fits"],
     }
 
 
 def table(rows: list[dict[str, Any]], *, fits: bool) -> str:
-    """Rows for a reader, with or without the column `fits`."""
+    """Format rows as a text table, with the column `fits` only if `fits` is true."""
     keys = [key for key in COLUMNS if fits or key != "fits"]
     cells = [[COLUMNS[key] for key in keys]]
     cells += [[_cell(key, row[key]) for key in keys] for row in rows]
-    return words.table(cells, left=1)
+    return text.table(cells, left=1)
 
 
 def _cell(key: str, value: Any) -> str:

@@ -26,10 +26,10 @@ def add(commands: "Commands[Parser]") -> None:
         type=Path,
         metavar="FILE",
         required=True,
-        help="FILE.svg, FILE.png or FILE.json (a trace for ui.perfetto.dev; 1 is 1 ms)",
+        help="FILE.svg, FILE.png or FILE.json (a trace for ui.perfetto.dev, 1 ms per unit of time)",
     )
     parser.add_argument(
-        "--width", type=count, default=1600, metavar="PIXELS", help="of the time line (1600)"
+        "--width", type=count, default=1600, metavar="PIXELS", help="width of the time line (1600)"
     )
     parser.set_defaults(run=run)
 
@@ -47,7 +47,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def draw(timeline: Timeline, path: Path, width: int) -> None:
-    """Write a drawing in the format that the name of the file asks for."""
+    """Write a drawing in the format of the file's suffix."""
     if path.suffix == ".png":
         png(timeline, path, width=width)
     elif path.suffix == ".svg":

@@ -20,10 +20,12 @@ def add(commands: "Commands[Parser]") -> None:
         "--format",
         choices=tuple(FORMATS),
         default="csv",
-        help="csv: a row per rank, a cell per operation (the default); torch: the same, refused "
-        "where torch.distributed.pipelining cannot run it",
+        help="csv: a row per rank, a cell per operation (the default); torch: the same, but an "
+        "error if torch.distributed.pipelining cannot run the schedule",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="(standard output)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="file to write (standard output)"
+    )
     parser.set_defaults(run=run)
 
 

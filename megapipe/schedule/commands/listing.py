@@ -12,7 +12,7 @@ from megapipe.schedule.generators import accepts, aliases, build, names
 from megapipe.schedule.generators.registry import HINTS, OPTIONS, generator_of
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.memory import weight_replicas
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 SAMPLE = {"ranks": 4, "microbatches": 16}
 """Sizes at which every schedule can be built."""
@@ -29,33 +29,35 @@ def run(given: argparse.Namespace) -> None:
     if given.json:
         print(json.dumps(entries))
         return
-    for told in entries:
-        also = f" ({', '.join(told['aliases'])})" if told["aliases"] else ""
-        words = [f"{told['placement']} placement", f"{told['backward']} backward"]
-        words += [f"weights {told['weights']:g} x"] if told["weights"] > 1 else []
-        words += [f"--{option.replace('_', '-')}" for option in told["options"]]
-        words += [f"goes by {' and '.join(told['hints'])}"] if told["hints"] else []
-        words += [f"arXiv {paper}" for paper in told["papers"]]
-        print_folded(f"{told['schedule']}{also}", f"    {told['about']}", f"    {', '.join(words)}")
+    for listed in entries:
+        also = f" ({', '.join(listed['aliases'])})" if listed["aliases"] else ""
+        words = [f"{listed['placement']} placement", f"{listed['backward']} backward"]
+        words += [f"weights {listed['weights']:g} x"] if listed["weights"] > 1 else []
+        words += [f"--{option.replace('_', '-')}" for option in listed["options"]]
+        words += [f"depends on {' and '.join(listed['hints'])}"] if listed["hints"] else []
+        words += [f"arXiv {paper}" for paper in listed["papers"]]
+        print_folded(
+            f"{listed['schedule']}{also}", f"    {listed['about']}", f"    {', '.join(words)}"
+        )
 
 
 def entry(name: str) -> dict[str, Any]:
-    """The object that `list --json` prints for a schedule."""
+    """Return the object that `list --json` prints for a schedule."""
     generator, taken = generator_of(name), accepts(name)
     schedule = build(name, **SAMPLE)
-    said = inspect.getdoc(generator) or ""
+    doc = inspect.getdoc(generator) or ""
     module = inspect.getdoc(inspect.getmodule(generator)) or ""
     paper = re.compile(r"\b\d{4}\.\d{5}\b")
     return {
         "schedule": name,
         "aliases": sorted(alias for alias, whose in aliases().items() if whose == name),
-        "about": " ".join(said.partition("\n\n")[0].split()),
+        "about": " ".join(doc.partition("\n\n")[0].split()),
         "placement": placement_names(schedule.placement)[0],
         "backward": _backward(schedule),
         "weights": json_number(max(weight_replicas(schedule))),
         "options": [option for option in OPTIONS if option in taken],
         "hints": [hint for hint in HINTS if hint in taken],
-        "papers": list(dict.fromkeys(paper.findall(said) or paper.findall(module))),
+        "papers": list(dict.fromkeys(paper.findall(doc) or paper.findall(module))),
     }
 
 

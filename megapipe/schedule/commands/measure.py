@@ -1,9 +1,11 @@
-"""Figures of a schedule in a scenario, for readers and as JSON."""
+"""Figures of a schedule (makespan, bubble, memory, messages), as text and as JSON."""
 
 import time
 from fractions import Fraction
 from typing import Any
 
+from megapipe.schedule.async_schedules.staleness import staleness
+from megapipe.schedule.async_schedules.times import window_times
 from megapipe.schedule.commands.scenario import Scenario, json_number, placement_names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.memory import (
@@ -15,17 +17,15 @@ from megapipe.schedule.memory import (
 )
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.bars import most_chunks
-from megapipe.schedule.streams.ledger import staleness
-from megapipe.schedule.streams.times import window_times
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.simulate import simulate
 
 
 def describe(schedule: Schedule) -> dict[str, Any]:
-    """Properties of a schedule that hold at all costs.
+    """Return the properties of a schedule that do not depend on costs.
 
     Raises:
-        ScheduleError: it cannot be executed.
+        ScheduleError: the schedule cannot be executed.
     """
     report = validate(schedule)
     return {
@@ -46,10 +46,10 @@ def describe(schedule: Schedule) -> dict[str, Any]:
 
 
 def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> dict[str, Any]:
-    """Prove and time a schedule: the object that --json prints.
+    """Prove that a schedule can be executed, and time it; return the object that --json prints.
 
     Raises:
-        ScheduleError: it cannot be executed, or the costs do not fit it.
+        ScheduleError: the schedule cannot be executed, or the costs do not fit it.
     """
     described = describe(schedule)
     start = time.perf_counter()
@@ -59,7 +59,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
     if timeline.gather_ticks or timeline.reduction_ticks:
         alone = simulate(schedule, timeline.cost.without_replicas(), timeline.policy)
     weighted = peak_weighted(schedule, setting.freed)
-    limit = setting.memory_limit
+    limit = setting.activation_limit
     return {
         **described,
         "makespan": json_number(timeline.makespan),
@@ -85,7 +85,7 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
             for causes in idle(timeline)
         ],
         "peak_weighted": [json_number(value) for value in weighted],
-        "memory_limit": None if limit is None else json_number(limit),
+        "activation_limit": None if limit is None else json_number(limit),
         "memory_accounting": setting.accounting,
         "fits": limit is None or max(setting.counted(schedule)) <= limit,
         "generate_seconds": generate_seconds,
@@ -94,13 +94,13 @@ def measure(setting: Scenario, schedule: Schedule, generate_seconds: float) -> d
 
 
 def _stream(setting: Scenario, schedule: Schedule) -> dict[str, Any] | None:
-    """Figures that a stream alone has; None for other schedules."""
+    """Return the figures of a no-flush schedule; None for other schedules."""
     if schedule.updates is None:
         return None
     stream = setting.stream(schedule.name.partition(",")[0])
     times = window_times(stream, setting.cost(schedule.placement))
     return {
-        "weights": setting.weights,
+        "weights": setting.weight_versions,
         "window_microbatches": schedule.updates.window,
         "windows": schedule.microbatches // schedule.updates.window,
         **{name: json_number(value) for name, value in times._asdict().items()},
@@ -111,32 +111,32 @@ def _stream(setting: Scenario, schedule: Schedule) -> dict[str, Any] | None:
     }
 
 
-def lines(told: dict[str, Any]) -> list[str]:
-    """The result of :func:`measure` as lines for a reader."""
-    bubble, idle_by, limit = told["bubble"], told["idle"], told["memory_limit"]
-    exposed, replicas = told["exposed"], told["replicas"]
+def lines(result: dict[str, Any]) -> list[str]:
+    """Format the result of :func:`measure` as lines for a reader."""
+    bubble, idle_by, limit = result["bubble"], result["idle"], result["activation_limit"]
+    exposed, replicas = result["exposed"], result["replicas"]
     causes = {cause: sum(rank[cause] for rank in idle_by) for cause in idle_by[0]}
-    order = "" if told["bitwise_order"] else "NOT "
+    order = "" if result["bitwise_order"] else "NOT "
     rows = {
-        "sizes": f"{told['ranks']} ranks, {told['microbatches']:g} micro-batches, chunks "
-        f"{told['chunks']}, slices {told['slices']}, placement {told['placement']}",
-        "valid": f"{told['ops']:,} operations; gradients {order}in micro-batch order",
-        "time": f"makespan {told['makespan']:g}, longest span of a rank {told['span']:g}",
+        "sizes": f"{result['ranks']} ranks, {result['microbatches']:g} micro-batches, chunks "
+        f"{result['chunks']}, slices {result['slices']}, placement {result['placement']}",
+        "valid": f"{result['ops']:,} operations; gradients {order}in micro-batch order",
+        "time": f"makespan {result['makespan']:g}, longest span of a rank {result['span']:g}",
         "bubble": f"{bubble['makespan']:.2%} of the makespan, {bubble['ideal']:.2%} of the ideal "
         f"time, {bubble['span']:.2%} of the longest span",
         "idle": ", ".join(f"{cause} {value:g}" for cause, value in causes.items())
         + " (summed over ranks)",
-        "held": f"{_per_rank(told['peak_held'])} micro-batches of a full rank, from F to W",
-        "weighted": f"{_per_rank(told['peak_weighted'])}, with what I frees",
-        "weights": f"{_per_rank(told['weight_copies'])} of a full rank",
-        "sent": f"{told['messages']:,} messages, as much as {told['volume']:g} of a whole "
+        "held": f"{_per_rank(result['peak_held'])} micro-batches of a full rank, from F to W",
+        "weighted": f"{_per_rank(result['peak_weighted'])}, with what I frees",
+        "weights": f"{_per_rank(result['weight_copies'])} of a full rank",
+        "sent": f"{result['messages']:,} messages, as much as {result['volume']:g} of a whole "
         "micro-batch",
-        "took": f"{told['generate_seconds']:.3f} s to generate, "
-        f"{told['simulate_seconds']:.3f} s to simulate",
+        "took": f"{result['generate_seconds']:.3f} s to generate, "
+        f"{result['simulate_seconds']:.3f} s to simulate",
     }
-    if "deviating" in told:
+    if "deviating" in result:
         rows["deviating"] = "makespan {makespan:g}, within the {window} next operations".format(
-            **told["deviating"]
+            **result["deviating"]
         )
     if replicas["gathers"] or replicas["reductions"]:
         rows["replicas"] = (
@@ -148,20 +148,20 @@ def lines(told: dict[str, Any]) -> list[str]:
             f"{exposed['gather']:g} of the gathers, before the first operation; "
             f"{exposed['reduce']:g} of the reductions, after the last"
         )
-    if told["stream"] is not None:
+    if result["stream"] is not None:
         rows["window"] = (
             "{window:g} in the steady state; {fill:g} until every rank works; a pause costs "
             "{pause:g}"
-        ).format(**told["stream"])
+        ).format(**result["stream"])
     if limit is not None:
-        fits = "fits" if told["fits"] else "EXCEEDED"
-        rows["limit"] = f"{limit:g}, {told['memory_accounting']}: {fits}"
-    table = [] if told["stream"] is None else stale_table(told["stream"]["stages"])
-    return [told["schedule"], *(f"  {what:9} {words}" for what, words in rows.items()), *table]
+        fits = "fits" if result["fits"] else "EXCEEDED"
+        rows["limit"] = f"{limit:g}, {result['memory_accounting']}: {fits}"
+    table = [] if result["stream"] is None else stale_table(result["stream"]["stages"])
+    return [result["schedule"], *(f"  {what:9} {words}" for what, words in rows.items()), *table]
 
 
 def stale_table(stages: list[dict[str, Any]]) -> list[str]:
-    """Staleness and versions of each stage, as rows for a reader."""
+    """Format the staleness and the number of kept weight versions of each stage as table rows."""
     rows = [("stage", "updates behind", "mean", "weights kept")]
     for number, stage in enumerate(stages):
         least, most = stage["least"], stage["most"]
@@ -175,7 +175,8 @@ def stale_table(stages: list[dict[str, Any]]) -> list[str]:
 
 
 def _per_rank(values: list[int | float]) -> str:
-    """One number where all are equal, all of up to 16, else their range."""
+    """Format one figure per rank: one number if all are equal, else all figures (at most 16) or
+    their range."""
     if min(values) == max(values):
         return f"{values[0]:g}"
     if len(values) <= 16:

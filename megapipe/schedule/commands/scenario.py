@@ -1,4 +1,4 @@
-"""The setting of a command: what schedules are built for, and what their operations cost."""
+"""Settings of a command: sizes for which schedules are built, and costs of their operations."""
 
 import argparse
 import json
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.async_schedules.async_schedule import AsyncSchedule, finite
+from megapipe.schedule.async_schedules.load import load_async_schedule
 from megapipe.schedule.commands.arguments import OF_STAGE, number, options_of
 from megapipe.schedule.cost import Cost, Time, equal_buckets
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.load import goes_by, is_user_schedule, load
+from megapipe.schedule.load import is_user_schedule, load, takes_option
 from megapipe.schedule.memory import Amount, peak_weighted
 from megapipe.schedule.placement import Placement, loop, vee, wave
-from megapipe.schedule.streams.load import load_stream
-from megapipe.schedule.streams.stream import AsyncSchedule, finite
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
@@ -28,7 +28,7 @@ Number = Fraction | int
 
 @dataclass(frozen=True)
 class Scenario:
-    """The setting that all schedules of a command share."""
+    """Settings that all schedules of a command share."""
 
     ranks: int
     microbatches: int
@@ -38,37 +38,37 @@ class Scenario:
     bandwidth: Number | None
     jitter: Number
     seed: int
-    memory_limit: Number | None
+    activation_limit: Number | None
     freed: Fraction
     accounting: Literal["held", "weighted"]
     objective: Literal["makespan", "span"]
     placement: str | None
     policy: ReplicaPolicy
     buckets: int
-    weights: str | None = None
-    """The policy of a stream; None: schedules that flush."""
+    weight_versions: str | None = None
+    """Name of the policy of a no-flush schedule; None: schedules that flush."""
     windows: int = 8
-    advance: int | None = None
-    horizon: str = "update"
+    extra_warmup: int | None = None
+    prediction_horizon: str = "update"
     planned: Callable[[Placement], Cost] | None = None
-    """Costs of a model's stages on a placement."""
+    """Function that returns the costs of a model's stages on a placement."""
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> "Scenario":
-        """The setting that was given on the command line.
+        """Read the settings from the command line.
 
         Raises:
-            ConfigError: a file of stage costs or a configuration that cannot be used, or weighted
-                memory without its share.
+            ConfigError: a file of stage costs or a configuration that cannot be used, or
+                --memory-accounting weighted without --freed-by-input-grad.
         """
         planned = None
         if given.config is not None:
             taken = sorted(set(given.cost) & {"F", "I", "W", "B", "R"})
             if given.stage_cost is not None or taken:
-                other = f"--cost: {taken[0]}" if taken else "--stage-cost: that"
-                raise ConfigError(f"argument {other} is in {given.config} already")
+                other = f"--cost: {taken[0]} is" if taken else "--stage-cost: these times are"
+                raise ConfigError(f"argument {other} in {given.config} already")
             if given.planner is None:
-                raise ConfigError("argument --config: scripts/schedule.py reads configurations")
+                raise ConfigError("argument --config: it works only with scripts/schedule.py")
             planned = given.planner(given.config)
         stage_costs = {} if given.stage_cost is None else read_stage_costs(given.stage_cost)
         if given.memory_accounting == "weighted" and given.freed_by_input_grad is None:
@@ -88,7 +88,7 @@ class Scenario:
             bandwidth=given.bandwidth,
             jitter=given.jitter,
             seed=given.seed,
-            memory_limit=given.memory_limit,
+            activation_limit=given.activation_limit,
             freed=Fraction(given.freed_by_input_grad or 0),
             accounting=given.memory_accounting,
             objective=given.objective,
@@ -100,7 +100,7 @@ class Scenario:
         )
 
     def cost(self, placement: Placement) -> Cost:
-        """The costs of the stages of a placement, without jitter."""
+        """Return the costs of the stages of a placement, without jitter."""
         times = {name: self.costs[name] for name in OF_STAGE if name in self.costs}
         cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
         per_stage: dict[str, Any] = dict(self.stage_costs)
@@ -117,15 +117,15 @@ class Scenario:
         )
 
     def build(self, name: str, *, lenient: bool = False) -> tuple[Schedule, float]:
-        """A schedule at this setting, and the seconds that it took to make.
+        """Build the schedule `name` with these settings; return it and the seconds this took.
 
         Args:
-            lenient: leave out options that a registered schedule does not have.
+            lenient: ignore options that a registered schedule does not have.
 
         Raises:
-            ScheduleError: a schedule that cannot be had, or has another placement.
+            ScheduleError: a schedule that cannot be built, or has another placement than requested.
         """
-        if self.weights is not None:
+        if self.weight_versions is not None:
             start = time.perf_counter()
             schedule = finite(self.stream(name), self.windows)
             return schedule, time.perf_counter() - start
@@ -137,7 +137,7 @@ class Scenario:
         start = time.perf_counter()
         schedule = load(name, **hints)
         costs_given = self.costs or self.stage_costs or self.bandwidth or self.planned
-        if costs_given and goes_by(name, "cost"):  # they are those of stages, so of its placement
+        if costs_given and takes_option(name, "cost"):  # stage costs depend on the placement
             cost = self.cost(schedule.placement)
             del schedule  # as large as the next one
             start = time.perf_counter()
@@ -145,41 +145,44 @@ class Scenario:
         seconds = time.perf_counter() - start
         known = placement_names(schedule.placement)
         if self.placement not in (None, *known):
-            raise ScheduleError(f"schedule {name}: its placement is {known[0]}")
+            raise ScheduleError(
+                f"schedule {name}: its placement is {known[0]}, not {self.placement}"
+            )
         return schedule, seconds
 
     def stream(self, name: str) -> AsyncSchedule:
-        """The stream of this setting, which has `weights`, in the order of a name.
+        """Build the no-flush schedule with the order `name` and the policy `weight_versions`.
 
         Raises:
-            ScheduleError: a stream that cannot be had.
+            ScheduleError: the schedule cannot be built.
         """
-        assert self.weights is not None
-        return load_stream(
+        assert self.weight_versions is not None
+        return load_async_schedule(
             name,
-            self.weights,
+            self.weight_versions,
             ranks=self.ranks,
             microbatches=self.microbatches,
-            advance=self.advance or 0,
-            horizon=self.horizon,
-            replicas=self.options.get("replicas"),
+            extra_warmup=self.extra_warmup or 0,
+            prediction_horizon=self.prediction_horizon,
+            ranks_per_stage=self.options.get("ranks_per_stage"),
         )
 
     def _memory(self, name: str) -> dict[str, Number | None]:
-        """Memory options of a schedule: none if it cannot count as the limit does."""
+        """Return the options with which a schedule keeps to the memory limit; {} if the limit
+        counts what an I frees and the schedule has no option `freed` for that."""
         if self.accounting == "held":
-            return {"memory_limit": self.memory_limit}
+            return {"activation_limit": self.activation_limit}
         if is_user_schedule(name) or "freed" in accepts(name):
-            return {"memory_limit": self.memory_limit, "freed": self.freed}
+            return {"activation_limit": self.activation_limit, "freed": self.freed}
         return {}
 
     def counted(self, schedule: Schedule) -> tuple[Amount, ...]:
-        """The most that each rank holds, as the memory limit counts it."""
+        """Return the peak activations of each rank, counted as --memory-accounting says."""
         return peak_weighted(schedule, self.freed if self.accounting == "weighted" else Fraction(0))
 
     def time(self, schedule: Schedule, *, window: int | None = None) -> Timeline:
-        """A schedule in time; with a `window` ranks deviate from their lists within it
-        (:func:`~megapipe.schedule.timing.opportunistic.deviate`).
+        """Time a schedule. With `window`, a rank that waits may run one of its next `window`
+        operations instead (:func:`~megapipe.schedule.timing.opportunistic.deviate`).
 
         Raises:
             ScheduleError: costs that do not fit the schedule, or are all zero.
@@ -197,37 +200,43 @@ class Scenario:
 
 
 def _stream(given: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for streams, of commands that have them.
+    """Return the settings for no-flush schedules; {} without --weight-versions.
 
     Raises:
-        ConfigError: one that would have no effect.
+        ConfigError: an argument that would have no effect.
     """
-    weights = getattr(given, "weights", None)
+    weights = getattr(given, "weight_versions", None)
     if weights is None:
-        idle = [name for name in ("windows", "horizon") if getattr(given, name, None) is not None]
-        if idle:
-            raise ConfigError(f"argument --{idle[0]}: it needs --weights")
+        for name in ("windows", "prediction_horizon"):
+            if getattr(given, name, None) is not None:
+                raise ConfigError(f"argument {_option(name)}: it needs --weight-versions")
         return {}
     for name, reason in (
-        ("chunks", "a stream has the stages of its order"),
-        ("slices", "streams run whole micro-batches"),
-        ("group", "streams have none"),
-        ("pairs", "streams have none"),
+        ("chunks", "the schedule decides the number of stages"),
+        ("slices", "no-flush schedules run whole micro-batches"),
+        ("microbatch_group_size", "no-flush schedules have no groups"),
+        ("chimera_pairs", "no-flush schedules have no opposite pipelines"),
     ):
         if getattr(given, name) is not None:
-            raise ConfigError(f"argument --{name}: not with --weights: {reason}")
-    if given.horizon is not None and weights != "predict":
-        raise ConfigError(f"argument --horizon: it is for --weights predict, not {weights}")
+            raise ConfigError(f"argument {_option(name)}: not with --weight-versions: {reason}")
+    if given.prediction_horizon is not None and weights != "predict":
+        raise ConfigError(
+            f"argument --prediction-horizon: it is for --weight-versions predict, not {weights}"
+        )
     return {
-        "weights": weights,
+        "weight_versions": weights,
         "windows": given.windows or 8,
-        "advance": given.advance,
-        "horizon": given.horizon or "update",
+        "extra_warmup": given.extra_warmup,
+        "prediction_horizon": given.prediction_horizon or "update",
     }
 
 
+def _option(name: str) -> str:
+    return "--sequence-slices" if name == "slices" else f"--{name.replace('_', '-')}"
+
+
 def placement_names(placement: Placement) -> tuple[str, ...]:
-    """Names of a placement, the usual one first."""
+    """Return the names of a placement, the most usual name first."""
     if len(placement.table) > 1:
         several = max(len(placement.stages_of(rank)) for rank in range(placement.ranks)) > 1
         return ("bidirectional" if several else "replicated",)
@@ -238,8 +247,8 @@ def placement_names(placement: Placement) -> tuple[str, ...]:
 
 
 def read_stage_costs(path: Path) -> dict[str, tuple[Number, ...]]:
-    """The times of a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather",
-    "update"), one per virtual stage, by kind.
+    """Read the times in a JSON list of {"F", "I", "W"} (and "B", "R", "reduce", "gather",
+    "update"), one per virtual stage; return them by kind.
 
     Raises:
         ConfigError: the file cannot be read or is not such a list.
@@ -284,5 +293,5 @@ def _registered(name: str) -> bool:
 
 
 def json_number(value: Time) -> int | float:
-    """A number as JSON has it: whole ones without a point."""
+    """Return a number as JSON writes it: an int if it is whole, else a float."""
     return int(value) if value == int(value) else float(value)

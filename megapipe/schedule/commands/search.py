@@ -13,7 +13,7 @@ from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.schedule.placement import Placement, loop, vee, wave
 from megapipe.schedule.search import search
 from megapipe.schedule.text import to_csv
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -29,7 +29,9 @@ def add(commands: "Commands[Parser]") -> None:
     )
     add_placement(parser)
     add_costs(parser)
-    parser.add_argument("--evaluations", type=count, metavar="N", help="more take longer")
+    parser.add_argument(
+        "--evaluations", type=count, metavar="N", help="number of orders to try; more take longer"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.csv", help="write what is found")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -44,16 +46,16 @@ def run(given: argparse.Namespace) -> None:
         cost_of=setting.cost,
         policy=setting.policy,
         placements=placements(setting),
-        memory_limit=setting.memory_limit,
+        activation_limit=setting.activation_limit,
         accounting=setting.accounting,
         freed=setting.freed,
         objective=setting.objective,
         evaluations=given.evaluations,
         seed=setting.seed,
     )
-    told = measure(setting, found.schedule, time.perf_counter() - start)
+    result = measure(setting, found.schedule, time.perf_counter() - start)
     reached = found.baseline_value
-    told |= {
+    result |= {
         "objective": setting.objective,
         "value": json_number(found.value),
         "lower_bound": json_number(found.lower_bound),
@@ -64,23 +66,24 @@ def run(given: argparse.Namespace) -> None:
     if given.output is not None:
         write(given.output, lambda path: path.write_text(to_csv(found.schedule), encoding="utf-8"))
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
         return
     best = "no schedule of `list` fits"
     if found.baseline is not None:
-        best = f"{found.baseline}, the best of `list`, {told['baseline_value']:g}"
+        best = f"{found.baseline}, the best of `list`, {result['baseline_value']:g}"
     print_folded(
-        *lines(told),
-        f"  found     {setting.objective} {told['value']:g}; {best}; none is below "
-        f"{told['lower_bound']:g}",
+        *lines(result),
+        f"  found     {setting.objective} {result['value']:g}; {best}; none is below "
+        f"{result['lower_bound']:g}",
     )
 
 
 def placements(setting: Scenario) -> list[Placement]:
-    """Where to search: on the placement that was asked for, or on all.
+    """Return the placements to search: the one of --placement, or all.
 
     Raises:
-        ConfigError: there is none with these chunks, or with as many stages as stage costs.
+        ConfigError: --placement cannot have the requested chunks, or the stages of --stage-cost do
+            not fit the ranks and chunks.
     """
     ranks, chunks = setting.ranks, setting.options["chunks"]
     stages = {len(times) for times in setting.stage_costs.values()}
@@ -101,7 +104,7 @@ def placements(setting: Scenario) -> list[Placement]:
     found = list(dict.fromkeys(shape for name in chosen if (shape := shapes[name])))
     if not found:
         raise ConfigError(
-            f"argument --placement: {setting.placement} does not go with {chunks} chunks; single "
-            "has 1, v 2, wave an even number, loop 2 or more"
+            f"argument --placement: {setting.placement} cannot have {chunks} chunks; single has 1, "
+            "v 2, wave an even number, loop 2 or more"
         )
     return found

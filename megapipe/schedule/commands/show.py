@@ -4,21 +4,23 @@ import argparse
 import shutil
 
 from megapipe.command_line import Commands, Parser
+from megapipe.schedule.async_schedules.staleness import staleness
 from megapipe.schedule.commands.arguments import add_name, add_setting, count
 from megapipe.schedule.commands.measure import stale_table
 from megapipe.schedule.commands.scenario import Scenario
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.render.scene import INK, shade
 from megapipe.schedule.render.terminal import TextDrawing, draw_rows
-from megapipe.schedule.streams.ledger import staleness
-from megapipe.words import columns, print_folded
+from megapipe.text import columns, print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
     parser = commands.add_parser("show", help="draw one schedule in the terminal")
     add_name(parser)
     add_setting(parser)
-    parser.add_argument("--width", type=count, metavar="COLUMNS", help="(that of the terminal)")
+    parser.add_argument(
+        "--width", type=count, metavar="COLUMNS", help="width (that of the terminal)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -34,7 +36,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def paint(drawing: TextDrawing) -> None:
-    """Print a drawing, in colour where the terminal has colours."""
+    """Print a drawing, in colour if the terminal has colours."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""``simulate``: prove and time one schedule."""
+"""``simulate``: prove that one schedule can be executed, and time it."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from megapipe.command_line import Commands, Parser
 from megapipe.schedule.commands.arguments import add_name, add_setting, count
 from megapipe.schedule.commands.measure import lines, measure
 from megapipe.schedule.commands.scenario import Scenario, json_number
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
@@ -15,7 +15,7 @@ def add(commands: "Commands[Parser]") -> None:
     add_name(parser)
     add_setting(parser)
     parser.add_argument(
-        "--deviate",
+        "--out-of-order",
         type=count,
         metavar="N",
         help="also time ranks that run one of the N next operations if the next one has to wait "
@@ -28,13 +28,13 @@ def add(commands: "Commands[Parser]") -> None:
 def run(given: argparse.Namespace) -> None:
     setting = Scenario.of(given)
     schedule, seconds = setting.build(given.name)
-    told = measure(setting, schedule, seconds)
-    if given.deviate:
-        told["deviating"] = {
-            "window": given.deviate,
-            "makespan": json_number(setting.time(schedule, window=given.deviate).makespan),
+    result = measure(setting, schedule, seconds)
+    if given.out_of_order:
+        result["deviating"] = {
+            "window": given.out_of_order,
+            "makespan": json_number(setting.time(schedule, window=given.out_of_order).makespan),
         }
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
-        print_folded(*lines(told))
+        print_folded(*lines(result))

@@ -8,12 +8,14 @@ from megapipe.command_line import Commands, Parser
 from megapipe.errors import ConfigError
 from megapipe.schedule.commands.measure import describe
 from megapipe.schedule.text import from_csv
-from megapipe.words import print_folded
+from megapipe.text import print_folded
 
 
 def add(commands: "Commands[Parser]") -> None:
-    parser = commands.add_parser("validate", help="prove that the schedule of a file is right")
-    parser.add_argument("file", metavar="FILE", type=Path, help="as `export` writes it")
+    parser = commands.add_parser(
+        "validate", help="prove that the schedule of a file can be executed"
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="a file as `export` writes it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -25,14 +27,14 @@ def run(given: argparse.Namespace) -> None:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{given.file}: {reason}") from None
     schedule = from_csv(text, name=str(given.file))
-    told = describe(schedule)
+    facts = describe(schedule)
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(facts))
         return
-    order = "" if told["bitwise_order"] else "NOT "
+    order = "" if facts["bitwise_order"] else "NOT "
     print_folded(
-        f"{given.file}: valid: {told['ranks']} ranks, {told['microbatches']:g} micro-batches, "
-        f"chunks {told['chunks']}, placement {told['placement']}, {told['ops']:,} operations, "
-        f"{told['messages']:,} messages; at most {max(told['peak_held']):g} micro-batches of a "
+        f"{given.file}: valid: {facts['ranks']} ranks, {facts['microbatches']:g} micro-batches, "
+        f"chunks {facts['chunks']}, placement {facts['placement']}, {facts['ops']:,} operations, "
+        f"{facts['messages']:,} messages; at most {max(facts['peak_held']):g} micro-batches of a "
         f"full rank held; gradients {order}in micro-batch order"
     )

@@ -1,4 +1,10 @@
-"""Generators of schedules, one file per family; importing this package registers them all."""
+"""Generators of schedules, one file per family; importing this package registers them all.
+
+Docstrings of generators use these symbols: p ranks, m micro-batches, v chunks per rank, rank r. F,
+B, I and W stand for kinds of operations (:class:`~megapipe.schedule.ir.Kind`) and for their times.
+A peak is the maximum number of micro-batches whose activations a rank has at once. A *chunk
+activation* is the activation of one micro-batch in one chunk.
+"""
 
 from megapipe.schedule.generators import (
     autopipe,

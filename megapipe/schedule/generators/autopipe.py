@@ -1,4 +1,4 @@
-"""AutoPipe's micro-batch slicer: halves at the start, so that the last stage begins sooner."""
+"""AutoPipe: 1F1B with halved micro-batches at the start, so that the last stage begins sooner."""
 
 from array import array
 from fractions import Fraction
@@ -11,20 +11,20 @@ from megapipe.schedule.placement import loop
 
 @register("autopipe")
 def autopipe(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedule:
-    """1F1B whose first n micro-batches go in two halves of their rows (Liu et al., CLUSTER 2022).
+    """Run 1F1B, with the first n micro-batches split in two by samples (Liu et al., CLUSTER 2022).
 
-    The order is that of 1F1B, the halves of a micro-batch one after the other. The last stage
-    begins after (p-1) F/2 instead of (p-1) F, and the makespan is shorter by as much. Peak: that of
-    1F1B, min(p-r, m) micro-batches on rank r.
+    The order is 1F1B; the halves of a micro-batch run one after the other. The last stage begins
+    after (p-1) F/2 instead of (p-1) F, and the makespan is shorter by the same time. Peak: min(p-r,
+    m) micro-batches on rank r, as for 1F1B.
 
-    The paper solves for the number to cut. Here it is the fewest with which the last stage, once it
-    has begun, never waits: micro-batch n, the first whole one, arrives there n F + (p-1) F after
-    the start and is due n (F+B) + (p-1) F/2 after it, so n is ceil((p-1) F / 2B), or m if that is
-    less.
+    The paper solves an equation for n. Here n is the smallest number with which the last stage
+    never waits once it has begun. Micro-batch n, the first whole one, arrives at the last stage n F
+    + (p-1) F after the start. The last stage is ready for it n (F+B) + (p-1) F/2 after the start.
+    So n is min(m, ceil((p-1) F / 2B)).
 
     Args:
-        cost: times of F and B; default F = 1, B = 2. Where they differ by stage, the forwards of
-            all stages but the last count, and the backward of the last.
+        cost: times of F and B; default F = 1, B = 2. If times differ by stage, (p-1) F is the sum
+            of F over all stages except the last, and B is the last stage's.
     """
     forward, backward, *_ = (cost or Cost()).table(ranks)
     lead = sum(forward[:-1])
@@ -45,7 +45,8 @@ def autopipe(ranks: int, microbatches: int, cost: Cost | None = None) -> Schedul
 
 
 def rank_ops(rank: int, ranks: int, microbatches: int, halved: int) -> "array[int]":
-    """The list of one rank: 1F1B over whole micro-batches, of which the first `halved` are two."""
+    """Return the operations of one rank: 1F1B in which the first `halved` micro-batches are each
+    replaced by two halves."""
     ends = [2 * index if index < halved else halved + index for index in range(microbatches + 1)]
     warmup = min(ranks - 1 - rank, microbatches)
     ops = array("q", span(Kind.F, rank, 0, ends[warmup]))

@@ -1,17 +1,18 @@
 """Schedules from building blocks (Qi et al., 2405.15362).
 
-A *block* says in which slots the operations of one micro-batch run, or of one group of them.
-Repeated every `period` slots, it is a schedule, and what the schedule needs can be read from the
-block: of an activation that lives for l slots, at most ceil(l / period) are alive at once. To make
-a schedule means to choose a block, and then
+A *building block* gives the time slots of the operations of one micro-batch, or of one group of
+micro-batches. Repeated every `period` slots, it is a schedule. The building block shows how much
+memory the schedule needs: if an activation lives for l slots, at most ceil(l / period) such
+activations are alive at once. Three functions make a schedule from a building block:
 
-1. :func:`drop_weights` puts weight gradients that were left out into free slots;
-2. :func:`repeat` lays the block down once per group. Lists have no times: an operation starts as
-   early as the order of its rank and its inputs let it, so the result is *squeezed* already;
-3. :func:`~megapipe.schedule.generators.reorder.reorder` shortens what the repetition left open
-   before and after the steady state, at the same peak.
+1. :func:`place_weight_grads` puts omitted weight gradients into free slots;
+2. :func:`repeat` repeats the building block once per group. The schedule has an order but no times:
+   an operation starts as early as its rank's order and its inputs allow. So the paper's step of
+   squeezing idle slots out is not needed;
+3. :func:`~megapipe.schedule.generators.reorder.reorder` moves operations into idle slots before and
+   after the steady state, at the same peak memory.
 
-Operations take one slot, the fused backward two.
+An operation takes one time slot, a fused backward (B) two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,20 +26,20 @@ from megapipe.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Slots of the operations of one group of micro-batches.
+    """Time slots of the operations of one group of micro-batches.
 
     Raises:
         ScheduleError: an operation is missing, comes before its input, or shares a slot with
-            another one when the block is repeated.
+            another operation of its rank when the building block is repeated.
     """
 
     placement: Placement
-    """With one direction."""
+    """A placement with one direction."""
     period: int
-    """In slots."""
+    """Number of time slots from one group of micro-batches to the next."""
     slots: Mapping[Op, int]
-    """First slot of every operation of micro-batches 0 .. group-1: per stage an F, and a B or an I
-    and a W. W may be left out."""
+    """First time slot of every operation of micro-batches 0 .. group-1. Each stage has an F and
+    either a B, or an I and a W; the W may be omitted."""
 
     def __post_init__(self) -> None:
         for microbatch, stage in product(range(self.group), range(self.placement.stages)):
@@ -50,9 +51,9 @@ class BuildingBlock:
                 other = taken.setdefault((rank, used % self.period), op)
                 if other is not op:
                     raise ScheduleError(
-                        f"block: {op} and {other} meet on rank {rank} in slot "
+                        f"building block: {op} and {other} are both on rank {rank} in slot "
                         f"{used % self.period} of the period of {self.period}; "
-                        "operations of a rank need slots of their own"
+                        "a rank has one operation per slot"
                     )
 
     def _check_inputs(self, stage: int, microbatch: int) -> None:
@@ -68,12 +69,14 @@ class BuildingBlock:
         for before, op in edges:
             missing = {before, op} - self.slots.keys()
             if missing:
-                raise ScheduleError(f"block: {missing.pop()} is missing; each stage needs it")
+                raise ScheduleError(
+                    f"building block: {missing.pop()} is missing; each stage needs it"
+                )
             first = self.slots[before] + _length(before)
             if self.slots[op] < first:
                 raise ScheduleError(
-                    f"block: {op} is in slot {self.slots[op]}; it needs {before}, so its first "
-                    f"slot is {first}"
+                    f"building block: {op} is in slot {self.slots[op]}; it needs {before}, so its "
+                    f"earliest possible slot is {first}"
                 )
 
     def _back(self, stage: int, microbatch: int) -> Op:
@@ -82,12 +85,12 @@ class BuildingBlock:
 
     @property
     def group(self) -> int:
-        """Micro-batches of one block."""
+        """Number of micro-batches in one building block."""
         return 1 + max(op.microbatch for op in self.slots)
 
     @property
     def pending(self) -> list[Op]:
-        """The weight gradients that were left out, in the order of their inputs."""
+        """Weight gradients (W) without a slot yet, in the order of the slots of their I."""
         missing = {
             op._replace(kind=Kind.W): slot for op, slot in self.slots.items() if op.kind == Kind.I
         }
@@ -95,12 +98,12 @@ class BuildingBlock:
 
 
 def _length(op: Op) -> int:
-    """Slots that an operation takes."""
+    """Return the number of time slots that an operation takes."""
     return 2 if op.kind == Kind.B else 1
 
 
-def drop_weights(block: BuildingBlock) -> BuildingBlock:
-    """The block with every W that it left out in the first free slot after its I.
+def place_weight_grads(block: BuildingBlock) -> BuildingBlock:
+    """Put every weight gradient (W) without a slot into the first free slot after its I.
 
     Raises:
         ScheduleError: a rank has no free slot left.
@@ -121,21 +124,21 @@ def drop_weights(block: BuildingBlock) -> BuildingBlock:
                 break
         else:
             raise ScheduleError(
-                f"block: rank {rank} has no free slot for {op} in a period of {block.period}"
+                f"building block: rank {rank} has no free slot for {op} in a period of "
+                f"{block.period}"
             )
     return BuildingBlock(block.placement, block.period, slots)
 
 
 def peak(block: BuildingBlock) -> tuple[int, ...]:
-    """Per rank, the sum of ceil(lifespan / period) over its activations, one per chunk and
-    micro-batch of the group.
+    """Return, per rank, an upper bound of the chunk activations alive at once.
 
-    No repetition of the block holds more chunk activations at once, whatever the number of
-    micro-batches: this is the rule by which blocks are designed. Lifespans go from the start of F
-    to the end of W (or B).
+    The bound is the sum of ceil(lifespan / period) over the chunk activations of one group of
+    micro-batches. It holds for any number of micro-batches, and building blocks are designed with
+    it. A lifespan goes from the start of F to the end of W (or B).
 
     Raises:
-        ScheduleError: the block has no slots for its weight gradients yet.
+        ScheduleError: the building block has no slots for its weight gradients yet.
     """
     totals = [0] * block.placement.ranks
     for rank, start, end in _lives(block):
@@ -144,12 +147,13 @@ def peak(block: BuildingBlock) -> tuple[int, ...]:
 
 
 def alive(block: BuildingBlock) -> tuple[int, ...]:
-    """Per rank, the chunk activations alive at once in the busiest slot of the steady state.
+    """Return, per rank, the maximum number of chunk activations alive at once.
 
-    This is what enough repetitions hold; at most :func:`peak`, as lives need not overlap.
+    It is reached in the steady state, after enough repetitions of the building block. It is at most
+    :func:`peak`, which assumes that all lifespans overlap.
 
     Raises:
-        ScheduleError: the block has no slots for its weight gradients yet.
+        ScheduleError: the building block has no slots for its weight gradients yet.
     """
     slots = [[0] * block.period for _ in range(block.placement.ranks)]
     for rank, start, end in _lives(block):
@@ -159,9 +163,11 @@ def alive(block: BuildingBlock) -> tuple[int, ...]:
 
 
 def _lives(block: BuildingBlock) -> Iterator[tuple[int, int, int]]:
-    """Rank, first slot and end of every activation."""
+    """Yield, for every activation, its rank, its first slot and the slot after its last one."""
     if block.pending:
-        raise ScheduleError(f"block: {block.pending[0]} has no slot yet; use drop_weights first")
+        raise ScheduleError(
+            f"building block: {block.pending[0]} has no slot yet; call place_weight_grads first"
+        )
     for op, slot in block.slots.items():
         if op.kind in (Kind.B, Kind.W):
             rank = block.placement.rank_of(op.stage)
@@ -169,10 +175,10 @@ def _lives(block: BuildingBlock) -> Iterator[tuple[int, int, int]]:
 
 
 def repeat(block: BuildingBlock, microbatches: int, name: str = "block") -> Schedule:
-    """One block per group of micro-batches, each a period after the one before; any number.
+    """Repeat a building block once per group of micro-batches, one period apart.
 
-    Operations that the last group lacks are left out. As slots rise along the way of every
-    micro-batch, the lists can always be executed, whatever the operations take.
+    Any number of micro-batches is possible; the last group may be incomplete. Slots rise along the
+    path of every micro-batch, so the schedule can always be executed, however long operations take.
     """
     cells: list[list[tuple[int, int]]] = [[] for _ in range(block.placement.ranks)]
     for op, slot in block.slots.items():

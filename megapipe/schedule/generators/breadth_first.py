@@ -10,10 +10,11 @@ from megapipe.schedule.placement import loop
 
 @register("breadth_first")
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """All forwards of a chunk before the next chunk, then all backwards chunk by chunk.
+    """Run all forwards chunk by chunk, then all backwards chunk by chunk.
 
-    Gradients of a chunk are complete when its last backward ends, long before the step does, and
-    sharded weights are gathered once per chunk. Idle time, for m >= p: (p-1)(F+B)/v, with F and B
-    those of a full rank. Peak: all m micro-batches. It is GPipe on the loop placement.
+    The gradients of a chunk are complete when its last backward ends, long before the step ends,
+    and sharded weights are gathered once per chunk. Idle time, for m >= p: (p-1)(F+B)/v, where F
+    and B are the times of 1/p of the model. Peak: all m micro-batches. The schedule is GPipe on the
+    loop placement.
     """
     return replace(gpipe_on(loop(ranks, chunks), microbatches), name="breadth_first")

@@ -9,13 +9,14 @@ from megapipe.schedule.placement import Placement
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """One forward per stage and micro-batch, through direction 0 of any placement.
+    """Run one forward per stage and micro-batch, through direction 0 of any placement.
 
-    A micro-batch enters every v slots (v: most chunks on a rank) and moves on by one stage per
-    slot; each rank runs its operations in the order of their slots, earlier stages first. As a
-    micro-batch reaches stage s+1 in a later slot than stage s, the order can always be executed.
-    One chunk and the V are as fast as can be, a loop of v chunks takes up to (v-1)(p-1) slots
-    more, and the number of messages under way does not grow with m. Nothing is held for a backward.
+    With at most v chunks on a rank, a micro-batch enters every v time slots and moves on by one
+    stage per slot. Each rank runs its operations in the order of their slots; in one slot, earlier
+    stages come first. A micro-batch reaches stage s+1 in a later slot than stage s, so the order
+    can always be executed. With one chunk per rank and on the V it is as fast as possible; a loop
+    of v chunks takes up to (v-1)(p-1) slots more. The number of messages in flight does not grow
+    with m, and no activation is saved.
     """
     chunks = [by_direction(placement, rank)[0] for rank in range(placement.ranks)]
     period = max(map(len, chunks))
@@ -30,7 +31,8 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
 
 
 def rank_ops(stages: Sequence[int], period: int, microbatches: int) -> "array[int]":
-    """The list of a rank that holds the given stages, a micro-batch entering every period slots."""
+    """Return the forwards of a rank that has `stages`, in order, if a micro-batch enters the
+    pipeline every `period` time slots."""
     slots = [
         (period * microbatch + stage, stage, code)
         for stage in stages

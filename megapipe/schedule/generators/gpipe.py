@@ -10,11 +10,11 @@ from megapipe.schedule.placement import Placement, loop
 
 @register("gpipe")
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards, on the loop placement.
+    """Run all forwards, then all backwards, on the loop placement.
 
     The backwards run in micro-batch order (the paper reverses it). Bubble: (p-1)/(m+p-1) of the
-    makespan; with v chunks this is the breadth-first order (Lamy-Poirier, 2211.05953), and the
-    idle time is divided by v where m >= p. Peak: all m micro-batches.
+    makespan; with v chunks this is the breadth-first order (Lamy-Poirier, 2211.05953), and the idle
+    time is divided by v if m >= p. Peak: all m micro-batches.
     """
     return gpipe_on(loop(ranks, chunks), microbatches)
 
@@ -27,16 +27,16 @@ def gpipe_on(
     slices: int = 1,
     sizes: tuple[Fraction, ...] | None = None,
 ) -> Schedule:
-    """All forwards, then all backwards, on any placement.
+    """Run all forwards, then all backwards, on any placement.
 
-    It is the plain reference for every schedule on that placement with the same `direction`,
-    `slices` and `sizes` (see :class:`~megapipe.schedule.ir.Schedule`). Each rank's list is a part
-    of one global order (forwards by stage, then backwards by descending stage, each by micro-batch,
-    slices ascending forward and descending backward) in which no operation comes before its inputs,
-    so it can always be executed.
+    The result is the reference for every schedule on the placement with the same `direction`,
+    `slices` and `sizes` (see :class:`~megapipe.schedule.ir.Schedule`). All lists are subsequences
+    of one global order: forwards by stage, then backwards by descending stage. Within a stage they
+    are sorted by micro-batch, with slices ascending forward and descending backward. In this order
+    no operation comes before its inputs, so the schedule can always be executed.
 
     Raises:
-        ScheduleError: sizes or directions that the placement cannot have.
+        ScheduleError: `direction`, `slices` or `sizes` has a wrong length or an invalid value.
     """
     rows = direction or (0,) * microbatches
     ops = tuple(rank_ops(rank, placement, rows, slices) for rank in range(placement.ranks))
@@ -55,7 +55,7 @@ def gpipe_on(
 def rank_ops(
     rank: int, placement: Placement, direction: tuple[int, ...], slices: int
 ) -> "array[int]":
-    """The list of one rank; `direction` has one entry per micro-batch."""
+    """Return the operations of one rank; `direction` has the direction of each micro-batch."""
     stages, parts = placement.stages_of(rank), range(slices)
     ops = array("q")
     for kind, order, within in (

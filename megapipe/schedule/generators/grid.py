@@ -1,9 +1,9 @@
-"""Schedules drawn on a grid of slots: each operation has a slot, each rank's list follows them.
+"""Schedules on a grid of time slots: each rank runs its operations in the order of their slots.
 
-A micro-batch moves by `step` slots from stage to stage, forward and backward, and nothing else
-needs to be known: if slots rise along the way of every micro-batch, and no rank has two operations
-in one slot, the lists can always be executed, in whatever time the operations take. Leaving
-micro-batches out of such a grid leaves a valid one.
+A micro-batch takes `step` slots from stage to stage, forward and backward. So the slots of its F
+and of its B at stage 0 define the slots of all its operations. If slots rise along the path of
+every micro-batch, and no rank has two operations in one slot, the schedule can always be executed,
+however long operations take. Some micro-batches of a grid may be omitted.
 """
 
 from array import array
@@ -18,47 +18,52 @@ from megapipe.schedule.placement import Placement, mirrored
 
 
 class MicroBatchPath(NamedTuple):
-    """The way of one micro-batch through the grid."""
+    """The path of one micro-batch through the grid."""
 
     direction: int
     forward: int
-    """Slot of its F at stage 0; that at stage s is s * step later."""
+    """Time slot of the F at stage 0; the F at stage s is s * step slots later."""
     backward: int
-    """Slot of its B at stage 0; that at stage s is s * step earlier."""
+    """Time slot of the B at stage 0; the B at stage s is s * step slots earlier."""
 
 
 def on_grid(
     name: str,
     placement: Placement,
-    trips: Sequence[MicroBatchPath],
+    paths: Sequence[MicroBatchPath],
     *,
     step: int = 1,
     sizes: tuple[Fraction, ...] | None = None,
 ) -> Schedule:
-    """The schedule of micro-batches 0, 1, .. that make the given trips."""
-    ops = tuple(rank_ops(rank, placement, trips, step) for rank in range(placement.ranks))
+    """Build the schedule in which micro-batches 0, 1, .. take the given paths.
+
+    `step` is the number of time slots from stage to stage. `sizes` has the meaning of
+    :attr:`Schedule.sizes <megapipe.schedule.ir.Schedule.sizes>`.
+    """
+    ops = tuple(rank_ops(rank, placement, paths, step) for rank in range(placement.ranks))
     return Schedule(
         name=name,
         placement=placement,
-        microbatches=len(trips),
+        microbatches=len(paths),
         ops=ops,
         activation_bound=tuple(map(most_held, ops)),
-        direction=tuple(trip.direction for trip in trips) if len(placement.table) > 1 else None,
+        direction=tuple(path.direction for path in paths) if len(placement.table) > 1 else None,
         sizes=sizes,
     )
 
 
 def rank_ops(
-    rank: int, placement: Placement, trips: Sequence[MicroBatchPath], step: int
+    rank: int, placement: Placement, paths: Sequence[MicroBatchPath], step: int
 ) -> "array[int]":
-    """The list of one rank. Operations in one slot run as one."""
+    """Return the operations of one rank, sorted by time slot. Two operations in the same slot are
+    joined: they run as one."""
     mine = by_direction(placement, rank)
     cells: list[tuple[int, int]] = []
-    for microbatch, trip in enumerate(trips):
-        for stage in mine[trip.direction]:
+    for microbatch, path in enumerate(paths):
+        for stage in mine[path.direction]:
             away = stage * step
-            cells.append((trip.forward + away, pack(Kind.F, stage, microbatch)))
-            cells.append((trip.backward - away, pack(Kind.B, stage, microbatch)))
+            cells.append((path.forward + away, pack(Kind.F, stage, microbatch)))
+            cells.append((path.backward - away, pack(Kind.B, stage, microbatch)))
     cells.sort()
     ops = packed(code for _, code in cells)
     for index in range(len(cells) - 1):
@@ -68,18 +73,19 @@ def rank_ops(
 
 
 def by_direction(placement: Placement, rank: int) -> list[list[int]]:
-    """The stages of a rank in each direction, ascending."""
+    """Return the stages of a rank in each direction, ascending."""
     return [[stage for stage, at in enumerate(row) if at == rank] for row in placement.table]
 
 
-def both_ways(name: str, placement: Placement, pairs: int = 1) -> Placement:
-    """`pairs` copies of a placement, each moved on by ranks / pairs, and the mirror of each.
+def bidirectional(name: str, placement: Placement, pairs: int = 1) -> Placement:
+    """Repeat a placement `pairs` times, each time shifted by ranks / pairs ranks, and add the
+    mirror image of every repetition (rank r becomes ranks-1-r).
 
-    Every rank gets 2 * pairs times its chunks, all of different stages.
+    Every rank gets 2 * pairs times as many chunks, all of different stages.
 
     Raises:
-        ScheduleError: ranks that are not a multiple of 2 * pairs, where stages would meet
-            themselves on a rank.
+        ScheduleError: the number of ranks is not a multiple of 2 * pairs, so that a rank would have
+            a stage twice.
     """
     ranks, needed = placement.ranks, 2 * pairs
     if ranks % needed:

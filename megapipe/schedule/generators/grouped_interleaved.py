@@ -3,7 +3,7 @@
 from array import array
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.generators.lists import in_groups, weave
+from megapipe.schedule.generators.op_lists import in_groups, weave
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.ir import MICROBATCH_SHIFT, Kind, Schedule, packed
 from megapipe.schedule.memory import most_held
@@ -12,32 +12,32 @@ from megapipe.schedule.placement import loop
 
 @register("grouped_interleaved")
 def grouped_interleaved(
-    ranks: int, microbatches: int, chunks: int = 2, group: int | None = None
+    ranks: int, microbatches: int, chunks: int = 2, microbatch_group_size: int | None = None
 ) -> Schedule:
-    """F, I and W in turn over the chunks, in groups of p/2 to p micro-batches.
+    """Run F, I and W in turn over the chunks, in groups of p/2 to p micro-batches.
 
-    Groups and chunks follow each other as in interleaved_1f1b, with one forward less ahead per
-    rank, and every W comes right after its I, whose gradient is sent before W runs. Idle time, for
-    g = p dividing m: (p-1)(F+I)/v, with F and I those of a full rank, whatever the times are. Peak,
-    for two chunks and m >= g: (g + p)/2 micro-batches, so p for g = p, and 3p/4 for g = p/2, which
-    has more idle time.
+    Groups and chunks follow each other as in interleaved_1f1b, but each rank has only one warm-up
+    forward more than the next rank. Every W comes directly after its I; the gradient of the I is
+    sent before W runs. Idle time, for a group size g = p that divides m: (p-1)(F+I)/v, where F and
+    I are the times of 1/p of the model. Peak, for two chunks and m >= g: (g + p)/2 micro-batches.
+    So g = p/2 lowers the peak from p to 3p/4, but has more idle time.
 
-    The proof of interleaved_1f1b that it can be executed holds for the warm-up (v-1) g + p-1-r too,
-    as g is at least half of the p ranks. Where g does not divide m, the list is that of the next
-    multiple, without the micro-batches that are not there.
+    The proof that interleaved_1f1b can be executed also holds for this warm-up of (v-1) g + p-1-r
+    forwards, as g >= p/2. If g does not divide m, the schedule is made for the next multiple of g,
+    and the excess micro-batches are omitted.
 
     Args:
-        group: micro-batches per group, from p/2 (rounded up) to p; default p.
+        microbatch_group_size: g, micro-batches per group, from p/2 (rounded up) to p; default p.
 
     Raises:
-        ScheduleError: group out of range.
+        ScheduleError: microbatch_group_size out of range.
     """
-    group = ranks if group is None else group
+    group = ranks if microbatch_group_size is None else microbatch_group_size
     least = -(-ranks // 2)
     if not least <= group <= ranks:
         raise ScheduleError(
-            f"schedule grouped_interleaved: group must be from {least} to {ranks}, half of the "
-            f"ranks to all, not {group}"
+            f"schedule grouped_interleaved: microbatch_group_size must be from {least} to {ranks}, "
+            f"half of the ranks to all, not {group}"
         )
     ops = tuple(rank_ops(rank, ranks, microbatches, chunks, group) for rank in range(ranks))
     return Schedule(
@@ -50,7 +50,7 @@ def grouped_interleaved(
 
 
 def rank_ops(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> "array[int]":
-    """The list of one rank."""
+    """Return the operations of one rank, in order."""
     stages = range(rank, ranks * chunks, ranks)
     whole = -(-microbatches // group) * group
     forwards = in_groups(Kind.F, stages, whole, group)

@@ -1,18 +1,20 @@
-r"""Hanayo (Liu et al., 2308.15762): waves over the ranks, without copies of the weights.
+r"""Hanayo (Liu et al., 2308.15762): waves over the ranks, without replicas of the weights.
 
-The placement goes down and up the ranks once per wave, so v = 2 * waves chunks per rank and the
-turns cost no message. The paper fixes the placement and lets each rank prefer backwards; the order
-here is a closed form of that. Time is cut in grid cells that have room for one F and one B each.
-Micro-batch i = u*p + k runs F at stage s in cell t + s and B in cell t + 2(S-1) - s, with
+The placement goes down and up the ranks once per wave. So there are v = 2 * waves chunks per rank,
+S = v p stages, and no message where a wave turns. The paper fixes the placement and lets each rank
+prefer backwards; the order of this module is a closed form of the paper's. Time is cut into grid
+cells, each long enough for one F and one B. Micro-batch i = u*p + k runs F at stage s in cell t + s
+and B in cell t + 2(S-1) - s, with
 
     t = u S + 2 k
 
-so it moves by one stage per cell. On rank r, chunk c (even) is stage c p + r and chunk c + 1 is
-stage (c+2) p - 1 - r. The forwards of the first kind lie in cells u S + c p + r + 2 k, those of
-the second in cells u S + (c+2) p - 1 - r + 2 k. For each kind, c (0, 2, .. v-2), u and k < p give
-every second cell exactly once; the kinds do not meet as r and -1-r differ in parity; and B is the
-mirror image. So in between no cell is left open, whatever the times are: a list begins with the
-forwards whose cells come before its first backward, then the two alternate.
+so a micro-batch moves by one stage per cell. Let c = 0, 2, .. v-2. On rank r, chunk c is stage c p
++ r and chunk c + 1 is stage (c+2) p - 1 - r. So forwards of chunks c lie in cells u S + c p + r + 2
+k, and forwards of chunks c + 1 in cells u S + (c+2) p - 1 - r + 2 k. Over all c, u and k < p, each
+of these two sets contains every second cell exactly once. The sets have no cell in common, as r and
+-1-r differ in parity. The cells of backwards are the mirror image. So no cell of the steady state
+is empty, whatever the times are: a rank's list begins with the forwards whose cells come before its
+first backward, then forwards and backwards alternate.
 """
 
 from megapipe.errors import ScheduleError
@@ -24,13 +26,13 @@ from megapipe.schedule.placement import Placement, wave
 
 @register("hanayo")
 def hanayo(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Wave pipeline with 2, 4, .. chunks per rank: one wave per two chunks.
+    """Run a wave pipeline with 2, 4, .. chunks per rank: one wave per two chunks.
 
-    Idle time, with w waves, F and B those of a full rank, and n micro-batches in the last unit of
-    at most p: ((n-1)/w + p-n) max(F,B) for m >= p, that is (p-1) max(F,B) / w where p divides m.
-    For F = B this is that of the interleaved schedule. The ratio quoted for B = 2F at m = p,
-    (2p-2)/(3pw+p-1), does not hold: it is (2p-2)/(3pw+2p-2). Peak: at most p micro-batches. Any
-    m and any p.
+    Micro-batches run in units of p; the last unit has n. F and B are the times of 1/p of the model,
+    w is the number of waves. Idle time for m >= p: ((n-1)/w + p-n) max(F,B), that is (p-1)
+    max(F,B) / w if p divides m. For F = B this is the idle time of the interleaved schedule. The
+    bubble quoted for B = 2F at m = p, (2p-2)/(3pw+p-1), is wrong; correct is (2p-2)/(3pw+2p-2).
+    Peak: at most p micro-batches. Any m and any p.
 
     Raises:
         ScheduleError: an odd number of chunks.
@@ -39,24 +41,25 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def in_waves(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """The order above; micro-batches take turns between the directions of the placement."""
+    """Build Hanayo's order (see the module) on a wave placement; micro-batches take turns between
+    the directions of the placement."""
     ranks, stages, directions = placement.ranks, placement.stages, len(placement.table)
-    trips = []
+    paths = []
     for microbatch in range(microbatches):
-        unit, place = divmod(microbatch, ranks)
-        cell = unit * stages + 2 * (place // directions)
-        trips.append(
+        unit, index = divmod(microbatch, ranks)
+        cell = unit * stages + 2 * (index // directions)
+        paths.append(
             MicroBatchPath(
                 direction=microbatch % directions,
                 forward=2 * cell,
                 backward=2 * (cell + 2 * (stages - 1)) + 1,
             )
         )
-    return on_grid(name, placement, trips, step=2)
+    return on_grid(name, placement, paths, step=2)
 
 
 def waves_of(name: str, chunks: int) -> int:
-    """Waves that make so many chunks per rank; ScheduleError for an odd number."""
+    """Return the number of waves for `chunks` chunks per rank. Odd `chunks` raise ScheduleError."""
     if chunks % 2:
         raise ScheduleError(
             f"schedule {name}: chunks must be even, two per wave, not {chunks}; "

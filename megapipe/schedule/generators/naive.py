@@ -1,4 +1,4 @@
-"""Layer-wise model parallelism without a pipeline: the baseline that all others improve on."""
+"""Layer-wise model parallelism without a pipeline: the baseline of all other schedules."""
 
 from array import array
 
@@ -10,7 +10,7 @@ from megapipe.schedule.placement import Placement, loop
 
 @register("naive")
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """One micro-batch after the other; exactly one rank is busy at any time.
+    """Run one micro-batch after the other; exactly one rank is busy at any time.
 
     Bubble: (p-1)/p of the makespan for any m and any times. Peak: one micro-batch.
     """
@@ -18,9 +18,10 @@ def naive(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_at_a_time(name: str, placement: Placement, direction: tuple[int, ...]) -> Schedule:
-    """Each rank ends a micro-batch before it begins the next; `direction` has one entry for each.
+    """Build a schedule in which each rank ends a micro-batch before it begins the next one.
 
-    It can always be executed: the lists are parts of one global order, micro-batch by micro-batch.
+    `direction` has the direction of each micro-batch. The schedule can always be executed: the
+    lists of the ranks are subsequences of one global order, micro-batch by micro-batch.
     """
     visits = [by_direction(placement, rank) for rank in range(placement.ranks)]
     return Schedule(
@@ -34,7 +35,8 @@ def one_at_a_time(name: str, placement: Placement, direction: tuple[int, ...]) -
 
 
 def rank_ops(stages: list[list[int]], direction: tuple[int, ...]) -> "array[int]":
-    """The list of a rank that holds the given stages of each direction (ascending)."""
+    """Return the operations of one rank. `stages` has the rank's stages (ascending) in each
+    direction, and `direction` the direction of each micro-batch."""
     ops = array("q")
     for microbatch, row in enumerate(direction):
         ops.extend(pack(Kind.F, stage, microbatch) for stage in stages[row])

@@ -1,9 +1,8 @@
-"""Recomputation ahead of the backward, so that a gradient that arrives waits for none.
+"""Recomputation ahead of the backward, so that an arriving gradient never waits for it.
 
-A stage that recomputes keeps the input of its F alone; an R builds the activation from it. Between
-R and B a rank does nothing else here, so it holds one activation at a time, besides the inputs.
-An activation counts from its R on. The last stage, whose backward follows its forward at once,
-does not recompute.
+A stage that recomputes saves only the input of its F; an R builds the activation from this input.
+In these schedules a rank runs nothing between R and B, so it has one activation at a time, besides
+saved inputs. The last stage, whose backward follows its forward at once, does not recompute.
 """
 
 from array import array
@@ -26,11 +25,11 @@ from megapipe.schedule.placement import loop
 
 
 def recompute_ahead(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The same order, `stages` recomputing, each with an R directly before every I or B.
+    """Let `stages` recompute: insert an R directly before each of their I or B.
 
-    On 1F1B this takes (p-1) R off the makespan that recomputing within B has: each stage but the
-    last recomputes its first micro-batch while the gradient is on its way. For schedules without
-    joined operations; it makes no promise of activation_bound.
+    For 1F1B the makespan is (p-1) R shorter than with recomputation within B: each stage except the
+    last recomputes its first micro-batch while the gradient is in flight. The schedule must not
+    have joined operations; the result has no activation_bound.
     """
 
     def with_recompute(codes: "array[int]") -> "array[int]":
@@ -51,13 +50,14 @@ def recompute_ahead(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 @register("merak")
 def merak(ranks: int, microbatches: int) -> Schedule:
-    """Merak's shifted critical path (Lai et al., 2206.04959): 1F1B that recomputes ahead.
+    """Run 1F1B that recomputes ahead: Merak's shifted critical path (Lai et al., 2206.04959).
 
-    Two changes besides. The last stage does not recompute, so the makespan hangs on the rank
-    before it. That rank has its third forward before its first backward, so that it need not wait
-    for the first gradient. For p >= 2, m >= 3, F <= R and B <= F + R the makespan is
-    (p-2)(F+B) + m(F+R+B), the shortest that recomputing on that rank allows. Peak: one micro-batch,
-    besides the inputs of min(p-r, m), or min(3, m) on the rank before the last.
+    Two more points differ from 1F1B. The last stage does not recompute, so the makespan depends on
+    the second to last rank. This rank has its third forward before its first backward, so that it
+    need not wait for the first gradient. For p >= 2, m >= 3, F <= R and B <= F + R the makespan is
+    (p-2)(F+B) + m(F+R+B), the shortest that recomputation on this rank allows. Peak: one
+    micro-batch, and the saved inputs of min(p-r, m) micro-batches (min(3, m) on the second to last
+    rank).
     """
     plain = one_f_one_b(ranks, microbatches)
     if ranks > 1 and microbatches > 2:
@@ -69,14 +69,14 @@ def merak(ranks: int, microbatches: int) -> Schedule:
 
 @register("varuna")
 def varuna(ranks: int, microbatches: int) -> Schedule:
-    """Varuna's static schedule (Athlur et al., 2111.04007), the rules of its simulator.
+    """Run Varuna's static schedule (Athlur et al., 2111.04007), by the rules of its simulator.
 
-    In slots of F = R = B/2 a rank does what comes first of: a backward, whose gradient is there
-    when its activation is; a recomputation, due when the next rank has begun the backward; a
-    forward. So a recomputation ends as its gradient arrives, and forwards run ahead wherever a
-    rank would wait. Peak: one micro-batch, besides the inputs of up to m. Varuna deviates from its
-    order at run time when a message is late ("opportunistic"); here the order is kept, and
-    :mod:`megapipe.schedule.timing.opportunistic` says what deviating would gain.
+    In time slots of F = R = B/2 a rank runs the first of these that is possible: a backward, once
+    its activation is recomputed; a recomputation, once the next rank has begun the backward; a
+    forward. So a recomputation ends as its gradient arrives, and forwards run ahead wherever a rank
+    would wait. Peak: one micro-batch, and the saved inputs of up to m micro-batches. Varuna
+    deviates from its order at run time when a message is late ("opportunistic"). This schedule
+    keeps the order; :mod:`megapipe.schedule.timing.opportunistic` computes what deviating gains.
     """
     return Schedule(
         name="varuna",
@@ -89,14 +89,15 @@ def varuna(ranks: int, microbatches: int) -> Schedule:
 
 
 def _by_priority(ranks: int, microbatches: int) -> list[list[int]]:
-    """Each rank's list: slot by slot, the first micro-batch of the first queue that has one."""
+    """Return each rank's list. In each time slot a rank runs a waiting backward if it has one, else
+    a recomputation, else a forward; the oldest micro-batch comes first."""
     forward, recompute, backward = ([deque[int]() for _ in range(ranks)] for _ in range(3))
     forward[0].extend(range(microbatches))
     ops: list[list[int]] = [[] for _ in range(ranks)]
-    in_backward = [False] * ranks  # the first of its two slots is over
+    in_backward = [False] * ranks  # the first of its two time slots is over
     left = ranks * microbatches
     while left:
-        due: list[tuple[deque[int], int]] = []  # known in the next slot
+        due: list[tuple[deque[int], int]] = []  # enters its queue in the next time slot
         for rank in range(ranks):
             if in_backward[rank]:
                 in_backward[rank] = False

@@ -12,22 +12,31 @@ Generator = Callable[..., Schedule]
 _GENERATORS: dict[str, Generator] = {}
 _ALIASES: dict[str, str] = {}
 
-OPTIONS = ("chunks", "group", "slices", "pairs", "replicas", "advance")
-"""Options that a generator may take besides ranks and microbatches; others are refused."""
-HINTS = ("cost", "memory_limit", "freed")
-"""Hints that a generator may go by; those that do not, ignore them."""
+SIZES = ("chunks", "slices")
+OPTIONS = (
+    *SIZES,
+    "microbatch_group_size",
+    "chimera_pairs",
+    "ranks_per_stage",
+    "extra_warmup",
+)
+"""Options that a generator can have besides ranks and microbatches. :func:`build` rejects an option
+that the generator does not have."""
+HINTS = ("cost", "activation_limit", "freed")
+"""Options that suit every generator: :func:`build` drops those that a generator does not use."""
 
 
 def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
-    """Decorator: make a generator known as `name`, and under further names.
+    """Register the decorated generator as `name` and under the `aliases`.
 
-    A generator takes ``ranks`` and ``microbatches``, and may take any of these, each with a
-    default: ``chunks`` (virtual stages per rank), ``group``, ``slices``, ``pairs``, ``replicas``
-    (ranks per stage, one number each), ``advance`` (forwards further ahead); ``cost`` (a
-    :class:`~megapipe.schedule.cost.Cost`), ``memory_limit`` (micro-batches of a full rank) and
-    ``freed`` (the share of an activation that the limit counts as free after I; 0). It returns a
-    schedule that is valid for every argument that it does not refuse with a ScheduleError. Its
-    gradient-producing operations are in micro-batch order at each stage.
+    A generator has the parameters ``ranks`` and ``microbatches``. It can have any of these options,
+    each with a default: ``chunks`` (virtual stages per rank), ``slices`` (per sequence),
+    ``microbatch_group_size``, ``chimera_pairs``, ``ranks_per_stage`` (a number for each stage) and
+    ``extra_warmup`` (additional warm-up forwards per rank). It can also use hints: ``cost`` (a
+    :class:`~megapipe.schedule.cost.Cost`), ``activation_limit`` (the maximum number of
+    micro-batches whose activations a rank has at once) and ``freed`` (the share of an activation
+    that I frees; default 0). A generator returns a valid schedule for all arguments, or raises a
+    ScheduleError. At each stage, operations that produce gradients are in micro-batch order.
     """
 
     def add(generator: Generator) -> Generator:
@@ -42,17 +51,17 @@ def register(name: str, *aliases: str) -> Callable[[Generator], Generator]:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all registered schedules, sorted, without aliases."""
+    """Return the names of all registered schedules, sorted, without aliases."""
     return tuple(sorted(_GENERATORS))
 
 
 def aliases() -> dict[str, str]:
-    """Further names of schedules, and whose they are."""
+    """Return the aliases of schedules, with the names that they stand for."""
     return dict(_ALIASES)
 
 
 def generator_of(name: str) -> Generator:
-    """The function behind a name or an alias; ScheduleError for an unknown one."""
+    """Return the generator with a name or alias. Raises ScheduleError for an unknown name."""
     canonical = _ALIASES.get(name, name)
     if canonical not in _GENERATORS:
         known = [*_GENERATORS, *_ALIASES]
@@ -65,7 +74,7 @@ def generator_of(name: str) -> Generator:
 
 
 def accepts(name: str) -> frozenset[str]:
-    """The parameters of a registered schedule."""
+    """Return the names of the parameters of a registered schedule's generator."""
     return frozenset(inspect.signature(generator_of(name)).parameters)
 
 
@@ -74,17 +83,18 @@ def build(name: str, *, ranks: int, microbatches: int, **options: Any) -> Schedu
 
     Args:
         name: one of :func:`names` or :func:`aliases`.
-        ranks: pipeline ranks.
-        microbatches: micro-batches per step, whole ones.
-        options: of :data:`OPTIONS` and :data:`HINTS`; None: the schedule's default. One chunk
-            and one slice are what a schedule without chunks and slices has.
+        ranks: number of pipeline ranks.
+        microbatches: number of whole micro-batches per step.
+        options: values of :data:`OPTIONS` and :data:`HINTS`. None stands for the generator's
+            default. A generator without the option chunks or slices accepts the value 1 for it.
 
     Raises:
-        ScheduleError: an unknown name, or a number that the schedule cannot have.
+        ScheduleError: an unknown name, or an option or value that the schedule does not support.
     """
     generator, taken = generator_of(name), accepts(name)
     sizes = {what: options.get(what) for what in OPTIONS}
-    sizes |= {f"replicas[{i}]": count for i, count in enumerate(sizes.pop("replicas") or ())}
+    per_stage = sizes.pop("ranks_per_stage") or ()
+    sizes |= {f"ranks_per_stage[{i}]": count for i, count in enumerate(per_stage)}
     unknown = sorted(set(options) - set(OPTIONS) - set(HINTS))
     if unknown:
         raise TypeError(f"build has no option {unknown[0]!r}")
@@ -97,8 +107,8 @@ def build(name: str, *, ranks: int, microbatches: int, **options: Any) -> Schedu
             continue
         if what in taken:
             given[what] = value
-        elif what in OPTIONS and not (what in ("chunks", "slices") and value == 1):
+        elif what in OPTIONS and not (what in SIZES and value == 1):
             able = " or ".join(other for other in names() if what in accepts(other))
-            only = "must be 1" if what in ("chunks", "slices") else "must not be given"
-            raise ScheduleError(f"schedule {name}: {what} {only}, not {value}; {able} has it")
+            only = "must be 1" if what in SIZES else "must not be given"
+            raise ScheduleError(f"schedule {name}: {what} {only}, not {value}; {able} supports it")
     return generator(ranks=ranks, microbatches=microbatches, **given)

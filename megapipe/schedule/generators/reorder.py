@@ -1,9 +1,9 @@
-"""Shorter orders at the same peak: operations move into the gaps of a schedule.
+"""Shorten schedules at the same peak memory: move operations into idle time.
 
-:func:`compact` moves whatever fits, at equal times, and leaves a steady state without gaps as it
-is. :func:`refill` moves weight gradients alone, at any times. Together they are the last step of
-the building-block method (Qi et al., 2405.15362); each works on any schedule with one direction
-whose operations are F with B, or F, I and W, of whole sequences.
+:func:`compact` assumes equal times and moves all kinds of operations; a steady state without idle
+slots stays as it is. :func:`refill` moves only weight gradients, at any times. Together they are
+the last step of the building-block method (Qi et al., 2405.15362). Each works on any schedule with
+one direction and whole micro-batches and sequences, whose operations are F and B, or F, I and W.
 """
 
 from array import array
@@ -15,7 +15,7 @@ import numpy as np
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind, Schedule, packed
 from megapipe.schedule.memory import most_held
 from megapipe.schedule.proof.validate import validate
@@ -25,31 +25,33 @@ from megapipe.schedule.timing.times import in_ticks
 
 
 def reorder(schedule: Schedule, cost: Cost | None = None) -> Schedule:
-    """:func:`compact` and :func:`refill` at equal times, then :func:`refill` at the given cost; of
-    a schedule that is known to be valid, as it is not proved again."""
+    """Apply :func:`compact`, and :func:`refill` as if all operations took equally long; then
+    :func:`refill` with the times of `cost`, if given. The schedule must be valid; this is not
+    checked."""
     schedule = refill_valid(compact(schedule), Cost())
     return refill_valid(schedule, cost) if cost else schedule
 
 
 def compact(schedule: Schedule) -> Schedule:
-    """Move operations ahead into idle slots, where F, I and W take one slot and B two.
+    """Move operations ahead into idle time slots; F, I and W take one slot and B two.
 
-    In the order of their starts, each operation takes the first idle slots of its rank after its
-    inputs and after the one before of its kind and stage; a forward only as far ahead as the rank
-    then holds no more than any rank of the given schedule did. So no operation gets later, the
-    peak does not rise, and a steady state without idle slots stays what it is. The schedule must be
-    valid.
+    Operations move one by one, in the order of their starts. Each takes the first idle slots of its
+    rank after its inputs and after the previous operation of the same kind and stage. A forward
+    stops where its rank's activations would exceed the original schedule's peak over all ranks. So
+    no operation gets later, the peak does not rise, and a steady state without idle slots stays as
+    it is. The schedule must be valid; this is not checked.
 
     Raises:
-        ScheduleError: the schedule is not of the plain form.
+        ScheduleError: the schedule has several directions, slices, split micro-batches,
+            recomputation or joined operations, or no backwards.
     """
     dependencies = _plain(schedule)
     need, make = dependencies.base
     limit = max(map(most_held, schedule.ops))
     timeline = simulate(schedule)
-    starts = cast("tuple[Sequence[int], ...]", timeline.starts)  # whole, as the costs are
+    starts = cast("tuple[Sequence[int], ...]", timeline.starts)  # integers, as the costs are
     ends = cast("tuple[Sequence[int], ...]", timeline.ends)
-    rows = [_Row(*row) for row in zip(starts, ends, schedule.ops, strict=True)]
+    rows = [_RankSlots(*row) for row in zip(starts, ends, schedule.ops, strict=True)]
     cells = sorted(
         (start, rank, code, end - start)
         for rank, row in enumerate(zip(starts, ends, schedule.ops, strict=True))
@@ -59,22 +61,22 @@ def compact(schedule: Schedule) -> Schedule:
     before: dict[int, int] = {}
     moved: list[list[tuple[int, int]]] = [[] for _ in rows]
     for start, rank, code, slots in cells:
-        kind, low, piece = code & KIND_MASK, code & LOW, code >> PIECE_SHIFT
-        ready = max(made[need[low] + piece], before.get(low, 0))
+        kind, low, item = code & KIND_MASK, code & LOW, code >> WORK_ITEM_SHIFT
+        ready = max(made[need[low] + item], before.get(low, 0))
         if kind == Kind.W:
-            ready = max(ready, made[make[low - Kind.W + Kind.I] + piece])
+            ready = max(ready, made[make[low - Kind.W + Kind.I] + item])
         elif kind != Kind.F:
-            ready = max(ready, made[make[low - kind + Kind.F] + piece])
+            ready = max(ready, made[make[low - kind + Kind.F] + item])
         if ready < start:
             start = rows[rank].move(kind, start, slots, ready, limit)
-        before[low] = made[make[low] + piece] = start + slots
+        before[low] = made[make[low] + item] = start + slots
         moved[rank].append((start, code))
     ops = tuple(packed(code for _, code in sorted(row)) for row in moved)
     return Schedule(schedule.name, schedule.placement, schedule.microbatches, ops)
 
 
-class _Row:
-    """The slots of one rank: which are taken, and how many activations it holds in each."""
+class _RankSlots:
+    """Time slots of one rank: which slots are taken, and how many activations are alive in each."""
 
     def __init__(self, starts: Sequence[int], ends: Sequence[int], ops: Sequence[int]) -> None:
         self.taken = bytearray(ends[-1])
@@ -90,42 +92,44 @@ class _Row:
             now = end
 
     def move(self, kind: int, start: int, slots: int, ready: int, limit: int) -> int:
-        """Move an operation to the first idle slots from `ready` on; where it starts then."""
+        """Move an operation from slot `start` to the first idle slots from `ready` on; return its
+        new start. A forward moves only through slots with fewer than `limit` activations."""
         first = ready
         if kind == Kind.F:
             first = start
             while first > ready and self.held[first - 1] < limit:
                 first -= 1
         self.taken[start : start + slots] = bytes(slots)
-        place = self.taken.find(bytes(slots), first)
-        self.taken[place : place + slots] = b"\1" * slots
+        begin = self.taken.find(bytes(slots), first)
+        self.taken[begin : begin + slots] = b"\1" * slots
         if kind == Kind.F:
-            for slot in range(place, start):
+            for slot in range(begin, start):
                 self.held[slot] += 1
         elif kind != Kind.I:
-            for slot in range(place + slots, start + slots):
+            for slot in range(begin + slots, start + slots):
                 self.held[slot] -= 1
-        return place
+        return begin
 
 
 def refill(schedule: Schedule, cost: Cost | None = None) -> Schedule:
-    """Take the weight gradients out and run them where their rank would idle.
+    """Move weight gradients to where their rank would idle; other operations keep their order.
 
-    All other operations keep their order. A W runs where it ends before the input of the next
-    operation arrives, where a forward needs its room (no rank holds more than any rank of the
-    given schedule did), and at the end of the list. A second attempt also starts a W where it ends
-    too late. The result is the shortest, by makespan and then by the longest span, of the given
-    schedule and the two attempts. The weight gradients of a rank run in the order of their inputs.
+    A rank runs a W in three cases: the W ends before the input of the next operation arrives; the
+    next forward would exceed the original schedule's peak over all ranks; or only W are left. In a
+    second attempt an idle rank also starts a W that ends after the next input arrives. The result
+    is the original schedule or an attempt: the one with the smallest makespan, in a tie the one
+    whose longest span of a rank is shortest. A rank's W run in the order of its I.
 
     Raises:
-        ScheduleError: the schedule cannot be executed, or is not of the plain form.
+        ScheduleError: the schedule cannot be executed; or it has several directions, slices, split
+            micro-batches, recomputation or joined operations, or no backwards.
     """
     validate(schedule)
     return refill_valid(schedule, cost or Cost())
 
 
 class _Attempt(NamedTuple):
-    """A schedule, its makespan and its longest span."""
+    """A schedule, its makespan, and the longest span of a rank."""
 
     schedule: Schedule
     makespan: Time
@@ -133,7 +137,7 @@ class _Attempt(NamedTuple):
 
 
 def refill_valid(schedule: Schedule, cost: Cost) -> Schedule:
-    """:func:`refill` of a schedule that is known to be valid, as it is not proved again."""
+    """Apply :func:`refill` to a schedule that must be valid; this is not checked."""
     dependencies = _plain(schedule)
     cost, _ = in_ticks(schedule.placement, cost)
     if not any(code & KIND_MASK == Kind.W for ops in schedule.ops for code in ops):
@@ -141,18 +145,18 @@ def refill_valid(schedule: Schedule, cost: Cost) -> Schedule:
     timeline = simulate(schedule, cost)
     if _cannot_be_shorter(timeline):
         return schedule
-    given = _timed(timeline)
-    del timeline  # as large as both attempts
+    unchanged = _timed(timeline)
+    del timeline  # frees memory: it is as large as both attempts
     limit = max(map(most_held, schedule.ops))
     attempts = [_refilled(dependencies, cost, limit, eager) for eager in (False, True)]
     if not _as_simulated(schedule, cost):
         attempts = [_timed(simulate(attempt.schedule, cost)) for attempt in attempts]
-    return min((given, *attempts), key=lambda attempt: attempt[1:]).schedule
+    return min((unchanged, *attempts), key=lambda attempt: attempt[1:]).schedule
 
 
 def _cannot_be_shorter(timeline: Timeline) -> bool:
-    """No rank waits once it has begun, of those that take longest and of those that end last; and
-    when a rank begins does not depend on weight gradients."""
+    """Whether the schedule is as short as any order of weight gradients can make it: once
+    started, the rank with the longest span and the rank that ends last never idle."""
     latest = max(
         starts[0] + busy
         for starts, busy in zip(timeline.starts, timeline.busy, strict=True)
@@ -166,14 +170,18 @@ def _timed(timeline: Timeline) -> _Attempt:
 
 
 def _as_simulated(schedule: Schedule, cost: Cost) -> bool:
-    """Whether the times of :func:`_refilled` are those of the simulator."""
+    """Whether :func:`_refilled` computes the same times as the simulator, at this cost."""
     stages = schedule.placement.stages
     besides = (*cost.per_stage("reduce", stages), *cost.per_stage("gather", stages))
     return cost.overlap and not (cost.jitter or cost.slices or any(besides))
 
 
 def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -> _Attempt:
-    """One attempt, at times in ticks, with messages that travel while ranks compute."""
+    """Make one attempt of :func:`refill`, in ticks, with messages that overlap with computation.
+
+    No rank has more than `limit` activations. If `eager`, an idle rank also starts a W that ends
+    after the next input arrives.
+    """
     schedule = dependencies.schedule
     need, make = dependencies.base
     table = cost.table(dependencies.stages)
@@ -194,10 +202,10 @@ def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -
         now, held, index, made, done = rank.now, rank.held, rank.index, rank.made, rank.done
         while index < len(order):
             code = order[index]
-            low, piece = code & LOW, code >> PIECE_SHIFT
-            arrival = ends[need[low] + piece]
+            low, item = code & LOW, code >> WORK_ITEM_SHIFT
+            arrival = ends[need[low] + item]
             if arrival < 0:
-                waiting[need[low] + piece] = rank
+                waiting[need[low] + item] = rank
                 break
             arrival += lag[low]
             kind = code & KIND_MASK
@@ -222,18 +230,18 @@ def _refilled(dependencies: Dependencies, cost: Cost, limit: int, eager: bool) -
             else:
                 held -= 1
             index += 1
-            slot = make[low] + piece
+            slot = make[low] + item
             ends[slot] = now
             if slot in waiting:
                 ready.append(waiting.pop(slot))
         rank.now, rank.held, rank.index, rank.made, rank.done = now, held, index, made, done
     starts = []
-    for rank, given in zip(ranks, schedule.ops, strict=True):
+    for rank, listed in zip(ranks, schedule.ops, strict=True):
         for weight in rank.weights[rank.done :]:
             rank.ops.append(weight)
             rank.now += length[weight & LOW]
-        low = given[0] & LOW
-        starts.append(ends[need[low] + (given[0] >> PIECE_SHIFT)] + lag[low])
+        low = listed[0] & LOW
+        starts.append(ends[need[low] + (listed[0] >> WORK_ITEM_SHIFT)] + lag[low])
     refilled = replace(schedule, ops=tuple(rank.ops for rank in ranks), activation_bound=None)
     return _Attempt(
         refilled,
@@ -250,18 +258,18 @@ class _Rank:
         codes = np.array(ops, np.int64)
         kinds = codes & KIND_MASK
         self.order = array("q", codes[kinds != Kind.W].tobytes())
-        """Operations that are left besides weight gradients."""
+        """All operations except weight gradients, in their order."""
         self.weights = array("q", (codes[kinds == Kind.I] - Kind.I + Kind.W).tobytes())
-        """In the order of their inputs."""
+        """Weight gradients, in the order of the rank's I."""
         self.now: Time = 0
         self.held = self.index = 0
-        """Activations alive, and how much of `order` has run."""
+        """Number of activations alive, and number of operations of `order` that have run."""
         self.made = self.done = 0
-        """How many weight gradients have their input, and how many have run."""
+        """Number of I that have run, and number of W that have run."""
 
 
 def _plain(schedule: Schedule) -> Dependencies:
-    """The tables of a schedule; ScheduleError if it has more than this file can move."""
+    """Return the dependencies of a schedule. Raises ScheduleError if it cannot be reordered."""
     dependencies = Dependencies(schedule)
     joined = any(ops and max(ops) >= JOINED for ops in schedule.ops)
     if (

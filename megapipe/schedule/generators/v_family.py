@@ -1,15 +1,18 @@
 """Schedules on the V placement that trade idle time for memory (Qi et al., 2405.15362).
 
 Rank r has stages r and 2p-1-r, so the model's input and its loss are both on rank 0. Each schedule
-is a block (see :mod:`megapipe.schedule.generators.blocks`) that repeats every six slots and is then
-reordered.
-The *hops* of a micro-batch from stage to stage decide how long activations live: with shorter hops
-fewer are alive, and there is more idle time before and after the steady state.
+is a building block (:mod:`megapipe.schedule.generators.blocks`), repeated every six time slots and
+then reordered.
 
-A slot is half of a rank's F, I or W, all equal; bubbles are those of the makespan for m >= 2p, and
-1F1B's is 6(p-1). Peaks are in micro-batches of a full rank, from F to W. Any m can be executed.
-Where a `cost` is given, weight gradients may move to where a rank would idle at that cost
-(:func:`~megapipe.schedule.generators.reorder.refill`); no schedule gets longer by that.
+A *hop* is the time from the start of a micro-batch's operation at one stage to its start at the
+next stage. Hops decide how long activations live: with shorter hops fewer activations are alive,
+and there is more idle time before and after the steady state.
+
+A time slot is the F, I or W of one chunk; all are equally long. A bubble is the number of time
+slots of the makespan in which a rank idles, for m >= 2p; 1F1B's is 6(p-1). A peak counts
+micro-batches from F to W; two chunk activations are one micro-batch. Any m can be executed. With a
+`cost`, weight gradients can move to where a rank would idle at this cost
+(:func:`~megapipe.schedule.generators.reorder.refill`). No schedule gets longer by that.
 """
 
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ from itertools import accumulate
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.generators.blocks import BuildingBlock, drop_weights, repeat
+from megapipe.schedule.generators.blocks import BuildingBlock, place_weight_grads, repeat
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.generators.reorder import reorder
 from megapipe.schedule.ir import Kind, Op, Schedule
@@ -30,10 +33,11 @@ PERIOD = 6
 
 @register("v_min")
 def v_min(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = None) -> Schedule:
-    """V-Min: a third of 1F1B's activations.
+    """Run V-Min: a third of 1F1B's activations.
 
-    Bubble: 4p-5 slots, one less where p = 2 mod 3 (p = 2: 1, p = 3: 5). Peak: (p+4) div 3. Where
-    times differ the bubble grows with m, as the way of a micro-batch has no slack.
+    Bubble: 4p-5 slots, one less if p = 2 mod 3 (exceptions: 1 for p = 2, 5 for p = 3). Peak: (p+4)
+    div 3 micro-batches. If times differ the bubble grows with m, as the path of a micro-batch has
+    no slack.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -44,10 +48,10 @@ def v_min(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = No
 
 @register("v_half")
 def v_half(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = None) -> Schedule:
-    """V-Half: half of 1F1B's activations and half of its bubble.
+    """Run V-Half: half of 1F1B's activations and half of its bubble.
 
-    Bubble: 3p-7 slots for even p, 3p-4 for odd p (p = 2: 1). Peak: (p+2) div 2. At a `cost` with
-    2F <= W+2I and 2I <= W+2F the bubble stops growing with m.
+    Bubble: 3p-7 slots for even p (1 for p = 2), 3p-4 for odd p. Peak: (p+2) div 2 micro-batches. At
+    a `cost` with 2F <= W+2I and 2I <= W+2F the bubble stops growing at some m.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -58,10 +62,12 @@ def v_half(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = N
 
 @register("v_zb")
 def v_zb(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = None) -> Schedule:
-    """V-ZB: no bubble in the span, made from the block of zb_v's steady state.
+    """Run V-ZB, the building block of zb_v's steady state: ranks idle only before their first and
+    after their last operation.
 
-    Bubble: p-1 slots, and 0 within each rank's span. Peak: p. Forwards and input gradients are in
-    the order of zb_v; weight gradients may not be.
+    Bubble: p-1 slots of the makespan, and 0 between a rank's first and last operation. Peak: p
+    micro-batches. Forwards and input gradients are in the order of zb_v; weight gradients may
+    differ.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -72,10 +78,10 @@ def v_zb(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
 
 @register("1f1b_v")
 def one_f_one_b_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B-V: two thirds of 1F1B's activations, with a fused backward of two slots per chunk.
+    """Run 1F1B-V: two thirds of 1F1B's activations, with fused backwards.
 
-    Bubble: 5p-5 slots where p = 1 mod 3 and 5p-7 where p = 2 mod 3 (p = 2: 4); near 5p-8 where 3
-    divides p. Peak: 2p div 3 + 1.
+    A backward takes two time slots. Bubble: 5p-5 slots if p = 1 mod 3, 5p-7 if p = 2 mod 3 (4 for p
+    = 2), and near 5p-8 if 3 divides p. Peak: 2p div 3 + 1 micro-batches.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -85,26 +91,27 @@ def one_f_one_b_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def v_min_block(ranks: int) -> BuildingBlock:
-    """Every hop is one slot."""
+    """Make V-Min's building block: every hop from stage to stage takes one time slot."""
     hops = [1] * (2 * ranks - 1)
-    return drop_weights(vee_block(ranks, hops, 3 if ranks % 3 == 0 else 1, hops))
+    return place_weight_grads(vee_block(ranks, hops, 3 if ranks % 3 == 0 else 1, hops))
 
 
 def v_half_block(ranks: int) -> BuildingBlock:
-    """Hops of two slots down the ranks, of one slot up."""
+    """Make V-Half's building block: hops take two time slots down the ranks, and one slot up."""
     down, up = [2] * (ranks - 1), [1] * (ranks - 1)
     turn = 4 if ranks % 2 == 0 else 1
-    return drop_weights(vee_block(ranks, [*down, 1, *up], turn, [*down, 2, *up]))
+    return place_weight_grads(vee_block(ranks, [*down, 1, *up], turn, [*down, 2, *up]))
 
 
 def v_zb_block(ranks: int) -> BuildingBlock:
-    """Hops of four slots down the ranks, of two slots up."""
+    """Make V-ZB's building block: hops take four time slots down the ranks, and two slots up."""
     hops = [4] * (ranks - 1) + [3] + [2] * (ranks - 1)
-    return drop_weights(vee_block(ranks, hops, 1, hops))
+    return place_weight_grads(vee_block(ranks, hops, 1, hops))
 
 
 def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
-    """Forwards hop one slot; backwards two, but five after every third, past the forwards."""
+    """Make 1F1B-V's building block: hops of forwards take one time slot, hops of backwards two, but
+    every third hop of backwards takes five."""
     forward = [1] * (2 * ranks - 1)
     backward = [5 if (hop + 2 - ranks) % 3 == 0 else 2 for hop in range(2 * ranks - 1)]
     return vee_block(ranks, forward, 4 if ranks % 3 == 0 else 1, backward, Kind.B)
@@ -113,14 +120,15 @@ def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
 def vee_block(
     ranks: int, forward: Sequence[int], turn: int, backward: Sequence[int], back: Kind = Kind.I
 ) -> BuildingBlock:
-    """A block on the V, from the slots between the starts of operations that follow each other.
+    """Make a building block on the V from the distances, in time slots, between successive starts.
 
     Args:
-        ranks: p.
-        forward: from F of stage s to F of stage s+1; 2p-1 numbers.
-        turn: from the last F to the first backward.
-        backward: from the backward of stage 2p-1-s to that of the stage before; 2p-1 numbers.
-        back: the backward: I, whose W are left out, or B.
+        ranks: number of ranks, p.
+        forward: 2p-1 distances; the one at index s is from the F of stage s to that of stage s+1.
+        turn: distance from the last F to the first backward.
+        backward: 2p-1 distances; the one at index s is from the backward of stage 2p-1-s to that of
+            stage 2p-2-s.
+        back: kind of the backward: I (W get no slots) or B.
     """
     stages = range(2 * ranks)
     outward = list(accumulate(forward, initial=0))
@@ -132,7 +140,7 @@ def vee_block(
 
 
 def two_chunks(name: str, chunks: int) -> None:
-    """ScheduleError for another number of chunks than a V has."""
+    """Raise ScheduleError unless there are 2 chunks per rank, as on a V."""
     if chunks != 2:
         raise ScheduleError(
             f"schedule {name}: chunks must be 2, one on each side of the V, not {chunks}"
@@ -140,7 +148,7 @@ def two_chunks(name: str, chunks: int) -> None:
 
 
 def promised(schedule: Schedule) -> Schedule:
-    """The schedule with its peak as its limit."""
+    """Return the schedule with each rank's peak as activation_bound."""
     return replace(schedule, activation_bound=tuple(map(most_held, schedule.ops)))
 
 

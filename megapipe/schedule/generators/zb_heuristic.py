@@ -1,15 +1,15 @@
 """ZB-1p and ZB-2p: zero bubble within a memory limit (Qi et al., 2401.10241, section 3.1).
 
-The heuristic runs the pipeline once, rank by rank and micro-batch by micro-batch:
+The heuristic simulates the pipeline, rank by rank and micro-batch by micro-batch:
 
-1. Every rank runs its first F. From the last rank back, each then adds forwards while it has room
-   and its first I has not arrived; fewer than the rank above, which feeds it.
-2. For each further micro-batch every rank may take one F, and every rank takes one I. Before
-   either, W run to make room, where they end before the input arrives, and where waiting for it
-   would make this rank the one with the most idle time.
-3. The W that are left.
+1. Every rank runs its first F. From the last rank back, each rank then adds forwards while it has
+   memory and the input of its first I has not arrived. Rank r normally adds fewer than rank r-1.
+2. Every rank runs one I for each micro-batch, and at most one F between two I. Before an F or I, a
+   rank runs W in three cases: to free memory for the F, if the W ends before the input arrives, or
+   if waiting would make the rank the one with the most idle time.
+3. Every rank runs its remaining W.
 
-It does so for all settings of three :class:`Flags`, and takes the best order.
+The heuristic runs once for each setting of its three :class:`Flags`; the best order is kept.
 """
 
 from array import array
@@ -35,25 +35,25 @@ def zb_1p(
     ranks: int,
     microbatches: int,
     cost: Cost | None = None,
-    memory_limit: float | Fraction | None = None,
+    activation_limit: float | Fraction | None = None,
     freed: float | Fraction = 0,
 ) -> Schedule:
-    """The heuristic at the memory of 1F1B: p micro-batches per rank, or `memory_limit`.
+    """Run the heuristic at the memory of 1F1B: p micro-batches per rank, or `activation_limit`.
 
-    Idle time, for m >= 2p, W <= F, W <= I and zero latency: (p-1)(F+I-W). The paper counts memory
-    weighted, a part of an activation being free after I; give that share as `freed`. By default a
-    micro-batch counts as one from F to W, as long as its tensors are kept.
+    Idle time, for m >= 2p, W <= F, W <= I and zero latency: (p-1)(F+I-W). In the paper, I frees a
+    share of an activation; pass this share as `freed`. By default an activation counts fully from F
+    to W.
 
     Args:
-        cost: what the order is made for; default: equal times, no latency.
-        memory_limit: micro-batches that a rank may hold, at least 1.
-        freed: share of a micro-batch that I frees, from 0 to 1; W frees the rest.
+        cost: costs for which the order is made; default: equal times, no latency.
+        activation_limit: maximum number of micro-batches with activations on a rank, at least 1.
+        freed: share of an activation that I frees, from 0 to 1; W frees the rest.
 
     Raises:
-        ScheduleError: no room for one micro-batch, a share that is none, or a cost that does not
-            fit the stages.
+        ScheduleError: `activation_limit` or `freed` is out of range, or the cost does not fit the
+            stages.
     """
-    limit = ranks if memory_limit is None else memory_limit
+    limit = ranks if activation_limit is None else activation_limit
     return _best("zb_1p", ranks, microbatches, cost, limit, freed)
 
 
@@ -62,29 +62,31 @@ def zb_2p(
     ranks: int,
     microbatches: int,
     cost: Cost | None = None,
-    memory_limit: float | Fraction | None = None,
+    activation_limit: float | Fraction | None = None,
     freed: float | Fraction = 0,
 ) -> Schedule:
-    """The heuristic at twice the memory of 1F1B: 2p micro-batches per rank, or `memory_limit`.
+    """Run the heuristic at twice the memory of 1F1B: 2p micro-batches, or `activation_limit`.
 
-    At equal times, zero latency and m >= 2p no rank idles within its own span, while the makespan
-    is that of zb_h1. The limit of the paper's table is weighted, with a share `freed` of 0.634 or
-    0.568: it holds 3p to 4.5p micro-batches from F to W. See :func:`zb_1p` for the arguments.
+    At equal times, zero latency and m >= 2p no rank idles between its first and last operation,
+    while the makespan is zb_h1's. In the paper's table, I frees 0.634 or 0.568 of an activation
+    (`freed`), so that 3p to 4.5p micro-batches are between F and W. The arguments are described at
+    :func:`zb_1p`.
     """
-    limit = 2 * ranks if memory_limit is None else memory_limit
+    limit = 2 * ranks if activation_limit is None else activation_limit
     return _best("zb_2p", ranks, microbatches, cost, limit, freed)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Choices that the heuristic tries both ways."""
+    """Settings of the heuristic; each is tried with both values."""
 
     fill: bool
-    """In the warm-up, one forward more, though it delays the first I."""
+    """Whether the warm-up includes a last forward that delays the rank's first I."""
     inputs_first: bool
-    """A rank two forwards ahead of the next one may skip one that would delay its next I."""
+    """Whether a rank can skip an F that would delay its next I, if it is at least two forwards
+    ahead of the next rank."""
     eager: bool
-    """W runs in every gap."""
+    """Whether a rank that has to wait always runs a W, even if the awaited input arrives first."""
 
 
 def _best(
@@ -95,13 +97,14 @@ def _best(
     limit: float | Fraction,
     freed: float | Fraction,
 ) -> Schedule:
-    """The order with the shortest span that is not worse than zb_h1, where that fits.
+    """Return the heuristic's best order, or zb_h1 if it keeps the memory limit and is better.
 
-    The flags are chosen on at most 4p micro-batches; by then the order repeats itself.
+    Orders are compared by their longest span; an order with a makespan above zb_h1's is worse than
+    any other. The flags are chosen with at most 4p micro-batches; by then the order repeats itself.
     """
     if limit < 1:
         raise ScheduleError(
-            f"schedule {name}: memory_limit must be at least 1 micro-batch, not {limit}"
+            f"schedule {name}: activation_limit must be at least 1 micro-batch, not {limit}"
         )
     cost, _ = in_ticks(loop(ranks), cost or Cost())
     if not 0 <= freed <= 1:
@@ -125,29 +128,30 @@ def _best(
 
 
 class _Memory(NamedTuple):
-    """The memory limit, in grains."""
+    """Memory amounts in grains. A grain is a share of a micro-batch that divides all amounts."""
 
     limit: int
     whole: int
-    """Grains that F takes for one micro-batch."""
+    """Grains that the F of one micro-batch allocates."""
     rest: int
-    """Those of them that W frees, and not I already."""
+    """Grains that the W of one micro-batch frees; its I frees the others."""
 
     @classmethod
     def of(cls, limit: Fraction, freed: Fraction) -> "_Memory":
-        """From micro-batches, and the share that I frees."""
+        """Convert a limit in micro-batches, and the share of a micro-batch that I frees."""
         grains = per_unit((limit, freed))
         return cls(*(whole(amount, grains) for amount in (limit, 1, 1 - freed)))
 
 
 def _score(schedule: Schedule, cost: Cost, ceiling: Time) -> tuple[bool, Time, Time]:
-    """The least is the best: no longer than the ceiling, then the shortest span."""
+    """Return a score to minimize: whether the makespan is above `ceiling`, then the longest span,
+    then the makespan."""
     timeline = simulate(schedule, cost)
     return timeline.makespan > ceiling, max(timeline.spans), timeline.makespan
 
 
 class _Pipeline:
-    """One run of the heuristic. Rank r has stage r; all lists of times are by rank."""
+    """One run of the heuristic. Rank r has stage r; all lists are indexed by rank."""
 
     def __init__(
         self, ranks: int, microbatches: int, cost: Cost, memory: _Memory, flags: Flags
@@ -161,13 +165,13 @@ class _Pipeline:
         self.now: list[Time] = [0] * ranks
         self.idle: list[Time] = [0] * ranks
         self.forwards: list[list[Time]] = [[] for _ in range(ranks)]
-        """When each F ended."""
+        """Ends of the F that each rank has run."""
         self.inputs: list[list[Time]] = [[] for _ in range(ranks)]
-        """When each I ended."""
+        """Ends of the I that each rank has run."""
         self.weights = [0] * ranks
-        """How many W have run."""
+        """Number of W that each rank has run."""
         self.alive = [0] * ranks
-        """Activations alive, in grains."""
+        """Activations alive on each rank, in grains."""
         self.adds = {
             Kind.F: memory.whole,
             Kind.I: memory.rest - memory.whole,
@@ -175,7 +179,7 @@ class _Pipeline:
         }
 
     def run(self) -> tuple["array[int]", ...]:
-        """The list of every rank."""
+        """Return the list of every rank."""
         self.warm_up()
         for microbatch in range(self.microbatches):
             if microbatch:
@@ -188,7 +192,7 @@ class _Pipeline:
         return tuple(self.ops)
 
     def warm_up(self) -> None:
-        """The forwards before the first I."""
+        """Run the forwards before the first I."""
         for rank in range(self.ranks):
             self.forward(rank)
         more = [0] * self.ranks
@@ -212,10 +216,10 @@ class _Pipeline:
                 self.forward(rank)
 
     def forward_round(self, microbatch: int) -> None:
-        """At most one F per rank, before the I of a micro-batch.
+        """Run at most one F per rank, before the I of a micro-batch.
 
-        A rank that has not run the F of that micro-batch must take one. One that takes none makes
-        the ranks above wait too, so that none gets far ahead of the next.
+        A rank that has not run the F of the micro-batch must run one. A rank that skips an F makes
+        the ranks before it skip too, so that no rank gets far ahead of the next one.
         """
         takes = [len(ends) < self.microbatches for ends in self.forwards]
         for rank in reversed(range(self.ranks - 1)):
@@ -228,8 +232,8 @@ class _Pipeline:
                 self.forward(rank)
 
     def skips(self, rank: int) -> bool:
-        """Whether an F would delay the next I, and leaving it out costs less than the worst rank
-        idles."""
+        """Whether a rank skips its next F: the F would delay the next I, the rank is at least two
+        forwards ahead of the next rank, and waiting would not make it the rank that idles most."""
         count, now, below = len(self.forwards[rank]), self.now[rank], rank + 1
         if count < len(self.forwards[below]) + 2:
             return False
@@ -243,7 +247,7 @@ class _Pipeline:
         return self.idle[rank] + arrival - now <= max(self.idle)
 
     def forward(self, rank: int) -> None:
-        """Run the next F, after the W that its memory and its arrival call for."""
+        """Run the next F, after the W that free memory for it or end before its input arrives."""
         ends = self.forwards[rank]
         arrival: Time = 0
         if rank:
@@ -256,15 +260,15 @@ class _Pipeline:
 
     @property
     def most(self) -> int:
-        """Micro-batches that a rank may have between F and I, when all W have run that can."""
+        """Maximum number of micro-batches between F and I on a rank with no W left to run."""
         return self.memory.limit // self.memory.whole
 
     def excess(self, rank: int) -> int:
-        """Grains by which the next F would exceed the limit."""
+        """Return the number of grains by which the next F would exceed the memory limit."""
         return self.alive[rank] + self.memory.whole - self.memory.limit
 
     def input(self, rank: int) -> None:
-        """Run the next I, after the W that its arrival calls for."""
+        """Run the next I, after the W that end before its input arrives."""
         ends = self.inputs[rank]
         arrival: Time = 0
         if rank < self.ranks - 1:
@@ -274,7 +278,7 @@ class _Pipeline:
         ends.append(self.now[rank])
 
     def fill(self, rank: int, arrival: Time) -> None:
-        """Run W until the next input arrives."""
+        """Run W while the rank waits for the next input, which arrives at time `arrival`."""
         spent = self.time[Kind.W][rank]
         while self.waits(rank) and self.now[rank] + spent <= arrival:
             self.weight(rank)
@@ -284,7 +288,7 @@ class _Pipeline:
             self.weight(rank)
 
     def waits(self, rank: int) -> bool:
-        """Whether a W could run."""
+        """Whether a W of the rank has its input and has not run."""
         return self.weights[rank] < len(self.inputs[rank])
 
     def weight(self, rank: int) -> None:
@@ -293,7 +297,7 @@ class _Pipeline:
         self.weights[rank] += 1
 
     def put(self, rank: int, kind: Kind, microbatch: int, arrival: Time) -> None:
-        """Run an operation as soon as its input is there."""
+        """Run an operation as soon as its input has arrived."""
         if arrival > self.now[rank]:
             if self.forwards[rank]:
                 self.idle[rank] += arrival - self.now[rank]

@@ -1,21 +1,22 @@
 """ZB-V: zero bubble at the memory of 1F1B, on the V placement (Qi et al., 2401.10241, section 6).
 
-Rank r of p has chunk 0 (stage r) and chunk 1 (stage 2p-1-r). Its list is
+Rank r of p has chunk 0 (stage r) and chunk 1 (stage 2p-1-r). F0 is a forward of chunk 0. The list
+of rank r is
 
-1. 2(p-r)-1 times F0;
-2. r times F1 F0;
-3. p-r times F1 I1 W1;
-4. m-p times F0 I0 W0 F1 I1 W1, the last p-r-1 times without F0, as none is left;
-5. r times I0 I1;
-6. p-r times I0 W0;
-7. r times W1, then r times W0.
+  1. 2(p-r)-1 times F0;
+  2. r times F1 F0;
+  3. p-r times F1 I1 W1;
+  4. m-p times F0 I0 W0 F1 I1 W1; the last p-r-1 times lack F0, as all F0 have run;
+  5. r times I0 I1;
+  6. p-r times I0 W0;
+  7. r times W1, then r times W0.
 """
 
 from array import array
 from collections import Counter
 
 from megapipe.schedule.cost import Cost
-from megapipe.schedule.generators.lists import weave
+from megapipe.schedule.generators.op_lists import weave
 from megapipe.schedule.generators.registry import register
 from megapipe.schedule.generators.reorder import refill_valid
 from megapipe.schedule.generators.v_family import promised, two_chunks
@@ -25,15 +26,15 @@ from megapipe.schedule.placement import vee
 
 @register("zb_v")
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = None) -> Schedule:
-    """No rank idles within its own span; input and loss are on the same rank.
+    """Run ZB-V: no rank idles between its first and last operation; input and loss are on rank 0.
 
-    At equal times and m >= 2p-1 the bubble of the longest span is 0 and that of the makespan p-1
-    slots, of half a rank's F. Peak: p micro-batches (2p chunk activations) on every rank, from F
-    to W. With fewer micro-batches the list is that of 2p-1, without those that are not there.
+    At equal times and m >= 2p-1 the bubble within each rank's span is 0; the bubble of the makespan
+    is p-1 times F of one chunk. Peak: p micro-batches (2p chunk activations) on every rank, from F
+    to W. For m < 2p-1 the schedule is made for 2p-1 micro-batches, and the excess ones are omitted.
 
-    For m < 2p-1, and again where a cost is given, weight gradients may move to where a rank would
-    idle (:func:`~megapipe.schedule.generators.reorder.refill`). Neither the makespan at that cost
-    nor the peak is above what it is without.
+    If m < 2p-1, weight gradients can move to where a rank would idle at equal times
+    (:func:`~megapipe.schedule.generators.reorder.refill`); with a `cost`, also to where it would
+    idle at this cost. This raises neither the makespan at this cost nor the peak.
 
     Raises:
         ScheduleError: chunks is not 2.
@@ -52,7 +53,7 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost | None = Non
 
 
 def rank_ops(rank: int, ranks: int, microbatches: int) -> "array[int]":
-    """The list of one rank."""
+    """Return the operations of one rank, in order."""
     count = max(microbatches, 2 * ranks - 1)
     down, up = rank, 2 * ranks - 1 - rank
     f0, i0, w0 = (span(kind, down, 0, count) for kind in (Kind.F, Kind.I, Kind.W))

@@ -1,1 +1,1 @@
-"""Layers with experts as tasks on a device and its links: timed, and put in order."""
+"""Timing of an MoE layer as tasks on a device and its links, and search for their best order."""

@@ -1,4 +1,4 @@
-"""The order of a layer's tasks in which it is through first."""
+"""Search for the order of an MoE layer's tasks with which the layer takes the shortest time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from megapipe.schedule.moe_layer.tasks import Resource, Task, What
 from megapipe.schedule.moe_layer.times import TimedTasks, by_priority, in_order
 
 EXACT_CHUNKS = 4
-"""Up to so many chunks every order is looked at."""
+"""Maximum number of chunks for which all orders are tried."""
 
 FORWARD: tuple[What, ...] = ("encode", "dispatch", "decode", "experts", "combine")
 RULES = {"dispatch_first": FORWARD, "combine_first": FORWARD[::-1]}
-"""Orders by what goes first where several tasks are ready: all chunks leave before the first comes
-back, or each comes back before more leave."""
+"""Priorities of tasks, highest first. dispatch_first dispatches all chunks before the first one is
+combined; combine_first combines a chunk before more chunks are dispatched."""
 
 
 def by_rule(tasks: Sequence[Task], rule: str) -> TimedTasks:
-    """List scheduling by one of :data:`RULES`."""
+    """Schedule the tasks by list scheduling with one of :data:`RULES`."""
     return by_priority(tasks, lambda task: RULES[rule].index(task.what))
 
 
 def training_order(tasks: Sequence[Task]) -> TimedTasks:
-    """The order of training: in its turn a chunk is computed and begins its way back; before that
-    the chunks after it go on, by one hop each, and after that those before it."""
+    """Schedule the tasks in the order that training uses. It computes one chunk after the other.
+    Before a chunk is computed, later chunks start their next exchange of dispatch; after it, this
+    chunk starts its combine, and earlier chunks start their next exchange of combine."""
     hops = Counter(task.what for task in tasks if task.chunk == 0)
     taken: Counter[tuple[What, int]] = Counter()
     turns: dict[Resource, list[tuple[int, int, int]]] = defaultdict(list)
@@ -44,17 +45,21 @@ def training_order(tasks: Sequence[Task]) -> TimedTasks:
     return in_order(tasks, order)
 
 
-def with_reductions(timed: TimedTasks, link: Resource, pieces: Sequence[float]) -> TimedTasks:
-    """The same tasks with a reduction, in pieces of so many seconds, that could begin at once and
-    makes way for them: a piece begins where nothing else is ready, and is not interrupted."""
+def with_reductions(
+    timed: TimedTasks, link: Resource, bucket_seconds: Sequence[float]
+) -> TimedTasks:
+    """Add a gradient reduction on `link` with the lowest priority. `bucket_seconds` has the
+    time of each bucket; a bucket starts when no other task of the link is ready, and is not
+    interrupted."""
     starts = {task: slot.start for task, slot in zip(timed.tasks, timed.slots, strict=True)}
-    reductions = [Task("reduce", i, link, seconds) for i, seconds in enumerate(pieces)]
+    reductions = [Task("reduce", i, link, seconds) for i, seconds in enumerate(bucket_seconds)]
     return by_priority([*timed.tasks, *reductions], lambda task: starts.get(task, math.inf))
 
 
 def fastest(tasks: Sequence[Task]) -> TimedTasks:
-    """The best list of priorities; up to :data:`EXACT_CHUNKS` chunks the best of all orders, for
-    which a resource may wait although a task is ready."""
+    """Return the fastest schedule. With at most :data:`EXACT_CHUNKS` chunks, search all orders,
+    even those in which a resource waits although a task is ready. With more chunks, try only list
+    scheduling with every fixed priority of task kinds."""
     best = min(_by_lists(tasks), key=lambda timed: timed.seconds)
     if 1 + max(task.chunk for task in tasks) > EXACT_CHUNKS:
         return best
@@ -62,35 +67,36 @@ def fastest(tasks: Sequence[Task]) -> TimedTasks:
 
 
 def _by_lists(tasks: Sequence[Task]) -> Iterator[TimedTasks]:
-    """With every list of priorities of the kinds of tasks of each resource."""
+    """Yield a schedule for each combination of priorities: the task kinds of every resource in each
+    possible order."""
     kinds: dict[Resource, list[What]] = defaultdict(list)
     for task in tasks:
         if task.what not in kinds[task.resource]:
             kinds[task.resource].append(task.what)
     for lists in product(*map(permutations, kinds.values())):
-        place = dict(zip(kinds, lists, strict=True))
-        yield by_priority(tasks, _place_in(place))
+        priorities = dict(zip(kinds, lists, strict=True))
+        yield by_priority(tasks, _priority_in(priorities))
 
 
-def _place_in(lists: dict[Resource, tuple[What, ...]]) -> Callable[[Task], float]:
+def _priority_in(lists: dict[Resource, tuple[What, ...]]) -> Callable[[Task], float]:
     return lambda task: lists[task.resource].index(task.what)
 
 
 class _State(NamedTuple):
-    """Some tasks have their times."""
+    """A search state, in which some tasks are scheduled."""
 
     ends: tuple[float | None, ...]
-    """Of each task, if it has."""
+    """End of each task; None: it is not scheduled yet."""
     free: dict[Resource, float]
-    """When each resource has done all of these."""
+    """Time from which each resource is free."""
 
 
 class _Search:
-    """Every order of tasks, but for those that cannot be better than one that is known.
+    """Branch-and-bound search over all orders of tasks.
 
-    Tasks get their times one by one, each as early as its resource can after those before. A state
-    is left where the work that remains takes it past the best order, or where another with the same
-    tasks done is nowhere later.
+    Tasks are scheduled one by one, each as early as possible after the earlier tasks of its
+    resource. A state is abandoned if its lower bound is not below the best order's time, or if a
+    known state dominates it: the same tasks are scheduled, and none of its times is later.
     """
 
     def __init__(self, tasks: Sequence[Task], known: TimedTasks) -> None:
@@ -102,7 +108,7 @@ class _Search:
             [m for m, t in enumerate(tasks) if n in t.after] for n in range(len(tasks))
         ]
         self._tails = [0.0] * len(tasks)
-        """Seconds from the end of a task to that of the last that has to follow it."""
+        """Seconds from the end of each task to the end of the last task that depends on it."""
         for number in reversed(range(len(tasks))):
             after = (tasks[m].seconds + self._tails[m] for m in self._following[number])
             self._tails[number] = max(after, default=0.0)
@@ -123,15 +129,15 @@ class _Search:
         for number in sorted(starts, key=lambda n: starts[n]):
             task, end = self._tasks[number], starts[number] + self._tasks[number].seconds
             ends = (*state.ends[:number], end, *state.ends[number + 1 :])
-            there = _State(ends, {**state.free, task.resource: end})
-            if self._least(there) < self.best.seconds * (1 - 1e-12) and self._new(there):
-                self._visit([*sequence, number], there)
+            child = _State(ends, {**state.free, task.resource: end})
+            if self._least(child) < self.best.seconds * (1 - 1e-12) and self._new(child):
+                self._visit([*sequence, number], child)
 
     def _ready(self, task: Task, state: _State) -> float:
         return max((state.ends[n] or 0.0 for n in task.after), default=0.0)
 
     def _least(self, state: _State) -> float:
-        """No order that begins so ends earlier."""
+        """Return a lower bound of the seconds of all orders that continue a state."""
         least = 0.0
         left: dict[Resource, list[int]] = defaultdict(list)
         for number, (task, end) in enumerate(zip(self._tasks, state.ends, strict=True)):
@@ -146,8 +152,7 @@ class _Search:
         return least
 
     def _new(self, state: _State) -> bool:
-        """Whether no state with the same tasks done was nowhere later; if so, it is one from now
-        on."""
+        """Whether no known state dominates a state (see the class); if so, record the state."""
         done = sum(1 << n for n, end in enumerate(state.ends) if end is not None)
         awaited = (
             end

@@ -1,15 +1,15 @@
-"""The tasks of one direction of a layer with experts, in chunks.
+"""The tasks of one direction of an MoE layer, in chunks.
 
-A forward passes through these steps, and so does an input gradient, of which gradients of outputs
-travel to the experts and gradients of rows back::
+A forward passes through these steps. So does an input gradient: gradients of outputs are dispatched
+to the experts, and gradients of rows combined::
 
     encode -> dispatch -> decode -> experts -> combine
 
-Rows are put in the order of their ranks (encode), travel to those of their experts (dispatch), are
-put in the order of experts there (decode), are multiplied (experts) and travel back (combine). An
-exchange over several nodes may be two hops, each a step: within nodes and between them. Dispatch
-cuts the rows into chunks, and while one travels another can be computed. Sums of dense gradients
-(reduce) are on the same links; nothing here waits for them.
+Rows are ordered by rank (encode), sent to the ranks of their experts (dispatch), ordered by expert
+on these ranks (decode), multiplied (experts) and sent back (combine). An exchange over several
+nodes can be two steps: within nodes and between nodes. Dispatch splits the rows into chunks, and
+while one chunk is in flight another can be computed. Reductions of dense gradients (reduce) use the
+same links; no task waits for them.
 """
 
 from collections.abc import Sequence
@@ -17,41 +17,41 @@ from typing import Literal, NamedTuple
 
 What = Literal["encode", "dispatch", "decode", "experts", "combine", "reduce"]
 Resource = Literal["compute", "node", "network"]
-"""A device, its link to others of its node, and its link to other nodes. Each does one task at a
-time, and finishes what it has begun."""
+"""A device, its link to other devices of the node, or its link to other nodes. A resource runs one
+task at a time, and never interrupts a task."""
 
 EXCHANGES = ("dispatch", "combine")
 
 
 class Step(NamedTuple):
-    """A step that all rows of a layer take."""
+    """A step of a layer, for all its rows."""
 
     what: What
     resource: Resource
     seconds: float
-    """Of all rows."""
+    """Seconds for all rows of the layer."""
     latency: float = 0.0
-    """Seconds beside that for each chunk, however small."""
+    """Additional seconds for each chunk, independent of its size."""
     at_once: bool = False
-    """A first step of all rows together, before any chunk."""
+    """Whether the step handles all rows together, before any chunk begins; else chunk by chunk."""
 
 
 class Task(NamedTuple):
-    """A step of a chunk, or a piece of a reduction."""
+    """A step of a chunk, or a bucket of a reduction."""
 
     what: What
     chunk: int
     resource: Resource
     seconds: float
     after: tuple[int, ...] = ()
-    """The tasks, by their places in the list, that are done before it begins."""
+    """Indices, in the list of tasks, of the tasks that must end before this task begins."""
 
 
 def chunked(steps: Sequence[Step], chunks: int) -> list[Task]:
-    """The tasks of so many equal chunks.
+    """Return the tasks of a layer whose rows are split into `chunks` equal chunks.
 
-    Chunks are alike, so in each step they come one after the other: with two of them exchanged
-    nothing would end earlier.
+    Every step handles the chunks in the same order: they are equal, so another order would not end
+    any earlier.
     """
     tasks: list[Task] = []
     for step in (step for step in steps if step.at_once):

@@ -1,4 +1,4 @@
-"""When tasks of a layer begin and end: by lists of priorities, or in a given order."""
+"""Start and end times of an MoE layer's tasks, scheduled by priorities or in a fixed order."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.moe_layer.tasks import EXCHANGES, Resource, Task
 
 Order = Mapping[Resource, Sequence[int]]
-"""Of each resource its tasks, by their places in the list, one after the other."""
+"""Order of the tasks of each resource, as indices in the list of tasks."""
 
 
 class TaskTime(NamedTuple):
     """The time of a task."""
 
     ready: float
-    """When all that it comes after is done."""
+    """Time at which the task can start, because all tasks in its `after` have ended."""
     start: float
     end: float
 
 
 class TimedTasks(NamedTuple):
-    """Tasks with their times, in the order of the list."""
+    """Tasks of a layer, and their times (`slots`) in the same order."""
 
     tasks: Sequence[Task]
     slots: Sequence[TaskTime]
 
     @property
     def seconds(self) -> float:
-        """Until the layer is through; reductions may go on."""
+        """Seconds until the layer has ended; reductions can still be running then."""
         ends = (slot.end for task, slot in self._each() if task.what != "reduce")
         return max(ends, default=0.0)
 
     @property
     def exposed(self) -> float:
-        """Seconds of these in which nothing is computed."""
+        """Seconds of the layer during which the device computes nothing (exposed exchanges)."""
         return self.seconds - sum(task.seconds for task in self.tasks if task.resource == "compute")
 
     @property
     def longest_wait(self) -> float:
-        """The longest that an exchange, ready to leave, waits for reductions on its link."""
+        """Longest time that an exchange, ready to start, waits for reductions on its link."""
         return max(
             (self._wait(task, slot) for task, slot in self._each() if task.what in EXCHANGES),
             default=0.0,
@@ -50,7 +50,7 @@ class TimedTasks(NamedTuple):
 
     @property
     def order(self) -> Order:
-        """The order in which they begin."""
+        """Order in which the tasks of each resource begin."""
         order: dict[Resource, list[int]] = defaultdict(list)
         for number in sorted(range(len(self.tasks)), key=lambda n: self.slots[n][1:]):
             order[self.tasks[number].resource].append(number)
@@ -68,22 +68,22 @@ class TimedTasks(NamedTuple):
 
 
 def by_priority(tasks: Sequence[Task], priority: Callable[[Task], float]) -> TimedTasks:
-    """List scheduling: a resource that is free begins the task with the lowest `priority` of those
-    that are ready, and of equal ones the first of the list."""
+    """Schedule the tasks by list scheduling: a free resource begins the ready task with the lowest
+    value of `priority`; of equal ones, the first in `tasks`."""
     return _timed(tasks, priority, {})
 
 
 def in_order(tasks: Sequence[Task], order: Order) -> TimedTasks:
-    """The tasks of each resource in the given order, each as early as it can.
+    """Schedule the tasks of each resource in the order `order`, each task as early as possible.
 
-    Raises :class:`ScheduleError` if tasks are missing, listed twice or by another resource, or
-    wait for each other in a circle.
+    Raises :class:`ScheduleError` if tasks are missing, listed twice or under another resource, or
+    wait for each other in a cycle.
     """
     for resource in sorted({*order, *(task.resource for task in tasks)}):
         given = list(order.get(resource, ()))
         own = [number for number, task in enumerate(tasks) if task.resource == resource]
         if sorted(given) != own:
-            raise ScheduleError(f"order of {resource}: {given} are not its tasks {own}, each once")
+            raise ScheduleError(f"order of {resource}: {given} does not list each of {own} once")
     before = {next_: each for given in order.values() for each, next_ in pairwise(given)}
     return _timed(tasks, lambda task: 0, before)
 
@@ -91,8 +91,9 @@ def in_order(tasks: Sequence[Task], order: Order) -> TimedTasks:
 def _timed(
     tasks: Sequence[Task], priority: Callable[[Task], float], before: Mapping[int, int]
 ) -> TimedTasks:
-    """Give tasks their times one by one, of those that may be next the one that starts first, where
-    several can then by `priority`. Each comes after the one that is `before` it on its resource."""
+    """Schedule tasks one by one. Next comes the task that can start first; of several, the one with
+    the lowest value of `priority`. If n is in `before`, task `before[n]` must precede task n on its
+    resource."""
     slots: dict[int, TaskTime] = {}
     free: dict[Resource, float] = defaultdict(float)
     while len(slots) < len(tasks):
@@ -105,7 +106,7 @@ def _timed(
         }
         if not ready:
             left = [number for number in range(len(tasks)) if number not in slots]
-            raise ScheduleError(f"tasks {left} wait for each other in this order")
+            raise ScheduleError(f"tasks {left} wait for each other in this order: a deadlock")
         starts = {number: max(when, free[tasks[number].resource]) for number, when in ready.items()}
         number = min(starts, key=lambda n: (starts[n], priority(tasks[n]), n))
         end = starts[number] + tasks[number].seconds

@@ -1,1 +1,1 @@
-"""Proves that a schedule can be executed, or says which operation forbids it."""
+"""Proof that a schedule can be executed, or an error that names the operation at fault."""

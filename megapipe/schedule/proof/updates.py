@@ -1,10 +1,11 @@
-"""The proof of updates within a schedule: which weights there are, and who reads which.
+"""Proof of a no-flush schedule's updates: every weight version exists when an operation reads it.
 
-Each stage has one update for every window, on each rank that has it, behind the window's last
-gradient of the stage there. An operation reads a version that is made before it and that is kept
-for it; of a micro-batch all operations at a stage read the same one, where the schedule promises
-so. Backwards come window by window: so all weights are of one version when each rank is through
-with a window, although no rank ever waits for that (the *cut* behind the window).
+Each stage has one update per update window, on each of its holders, after the holder's last
+gradient of the stage in the window. An operation reads a version that was made before and is still
+kept. All operations of a micro-batch at a stage read the same version, if the schedule promises so.
+On a rank, all backwards of a window precede those of the next window. So the lists can be *cut*
+after each window: every rank has finished the window there, and all stages have the same version,
+although no rank waits for others.
 """
 
 from collections import defaultdict
@@ -16,18 +17,17 @@ from megapipe.schedule.proof.violations import error
 
 
 def check_updates(schedule: Schedule, updates: Updates) -> None:
-    """Prove that the updates of a schedule are complete and in order, that each version is there
-    for its readers, and that no more of them are kept than promised. The lists are known to be in
-    order but for updates (:mod:`megapipe.schedule.proof.lists`).
+    """Prove that the updates of a schedule are complete and in order, that each version exists for
+    its readers, and that a rank keeps at most the promised number of versions. The lists must have
+    passed :mod:`megapipe.schedule.proof.rank_lists`, which checks everything but updates.
 
     Raises:
-        ScheduleError: the rank, the place in its list, the operation, the version, and what is
-            wrong.
+        ScheduleError: it names rank, index in the list, operation, version and reason.
     """
     if updates.window < 1 or schedule.microbatches % updates.window:
         raise ScheduleError(
             f"schedule {schedule.name}: {schedule.microbatches} micro-batches are not a multiple "
-            f"of the {updates.window} of a window"
+            f"of the {updates.window} per update window"
         )
     if schedule.slices > 1 or schedule.sizes is not None:
         raise ScheduleError(
@@ -36,7 +36,7 @@ def check_updates(schedule: Schedule, updates: Updates) -> None:
         )
     if updates.kept is not None and len(updates.kept) != schedule.placement.ranks:
         raise ScheduleError(
-            f"schedule {schedule.name}: {len(updates.kept)} limits of versions for "
+            f"schedule {schedule.name}: `kept` has {len(updates.kept)} numbers for "
             f"{schedule.placement.ranks} ranks; one per rank is needed"
         )
     for rank in range(schedule.placement.ranks):
@@ -44,32 +44,32 @@ def check_updates(schedule: Schedule, updates: Updates) -> None:
 
 
 def weights_kept(ops: Sequence[Op], reads: Sequence[Read]) -> list[int]:
-    """How many weights of an operation's stage a rank keeps while it runs, by operation.
+    """Count, for each operation of a rank, the versions of the stage's weights kept while it runs.
 
-    A version is kept from its update to its last reader, and the newest one always; predicted
-    weights, and those that are moved back, from their first reader to their last.
+    A version is kept from its update until its last reader has run and a newer version exists.
+    Predicted or moved-back weights are kept from their first reader to their last.
     """
     last: dict[tuple[int, Read], int] = {}
-    for place, (op, read) in enumerate(zip(ops, reads, strict=True)):
+    for index, (op, read) in enumerate(zip(ops, reads, strict=True)):
         if op.kind != Kind.U:
-            last[op.stage, read] = place
+            last[op.stage, read] = index
     newest: defaultdict[int, Read] = defaultdict(lambda: Read(0))
     alive: defaultdict[int, set[Read]] = defaultdict(lambda: {Read(0)})
     counts = []
-    for place, (op, read) in enumerate(zip(ops, reads, strict=True)):
+    for index, (op, read) in enumerate(zip(ops, reads, strict=True)):
         own = alive[op.stage]
         own.add(read)
         if op.kind == Kind.U:
             newest[op.stage] = read
         for old in list(own):
-            if old != newest[op.stage] and last.get((op.stage, old), -1) < place:
+            if old != newest[op.stage] and last.get((op.stage, old), -1) < index:
                 own.remove(old)
         counts.append(len(own))
     return counts
 
 
 class _Rank:
-    """The list of one rank, read from its beginning."""
+    """Checks of one rank's list, read from its beginning."""
 
     def __init__(self, schedule: Schedule, updates: Updates, rank: int) -> None:
         self._schedule, self._updates, self._rank = schedule, updates, rank
@@ -77,11 +77,11 @@ class _Rank:
         self._reads = updates.reads[rank]
         self._newest: dict[int, int] = dict.fromkeys(schedule.placement.stages_of(rank), 0)
         self._left = self._gradients()
-        """By stage and window, the gradients that are still to come."""
+        """Number of weight gradients later in the list, by stage and update window."""
         self._backward = 0
-        """The window of the backwards so far."""
+        """Update window of the latest backward."""
         self._forward: dict[tuple[int, int], Read] = {}
-        """By stage and micro-batch, what its F has read."""
+        """Weight versions that each F has read, by stage and micro-batch."""
 
     def _gradients(self) -> dict[tuple[int, int], int]:
         count: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -93,8 +93,8 @@ class _Rank:
     def check(self) -> None:
         if len(self._reads) != len(self._ops):
             raise ScheduleError(
-                f"schedule {self._schedule.name}: rank {self._rank}: {len(self._reads)} versions "
-                f"for {len(self._ops)} operations; one for each is needed"
+                f"schedule {self._schedule.name}: rank {self._rank}: `reads` has "
+                f"{len(self._reads)} versions for {len(self._ops)} operations; give one for each"
             )
         for index, (op, read) in enumerate(zip(self._ops, self._reads, strict=True)):
             if op.kind == Kind.U:
@@ -124,7 +124,7 @@ class _Rank:
         left = self._left[op.stage, window]
         if left:
             raise self._error(
-                index, f"it stands before {left} of the window's gradients of stage {op.stage}"
+                index, f"it comes before {left} of the window's gradients of stage {op.stage}"
             )
         self._newest[op.stage] = made + 1
 
@@ -133,7 +133,7 @@ class _Rank:
         if not 0 <= read.version <= newest:
             raise self._error(
                 index,
-                f"it reads version {read.version} of stage {op.stage}, which is not made; "
+                f"it reads version {read.version} of stage {op.stage}, which does not exist yet; "
                 f"the newest is {newest}",
             )
         if op.kind == Kind.F:
@@ -143,13 +143,14 @@ class _Rank:
             forward = self._forward[op.stage, op.microbatch]
             raise self._error(
                 index,
-                f"it reads version {read} of stage {op.stage}, {op._replace(kind=Kind.F)} has read "
-                f"{forward}",
+                f"it reads version {read} of stage {op.stage}, but {op._replace(kind=Kind.F)} has "
+                f"read {forward}",
             )
         if op.kind in (Kind.B, Kind.I) and window < self._backward:
             raise self._error(
                 index,
-                f"it is of window {window}, and a backward of window {self._backward} comes before",
+                f"it is of window {window}, but a backward of window {self._backward} comes before "
+                "it",
             )
         if op.kind in (Kind.B, Kind.I):
             self._backward = window
@@ -164,8 +165,8 @@ class _Rank:
             if count > limit:
                 raise self._error(
                     index,
-                    f"{count} weights of stage {self._ops[index].stage} are kept from here, more "
-                    f"than the {limit} promised for this rank",
+                    f"from this operation on, the rank keeps {count} versions of stage "
+                    f"{self._ops[index].stage}, more than the {limit} promised in `kept`",
                 )
 
     def _error(self, index: int, what: str) -> ScheduleError:

@@ -1,20 +1,20 @@
 """The proof that a schedule is complete and can be executed.
 
-Two passes, each linear in the number of operations, and one more for updates within a schedule
-(:mod:`megapipe.schedule.proof.updates`). The first reads each rank's list alone
-(:mod:`megapipe.schedule.proof.lists`). The second runs all lists against each other: F(s) needs
-F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). Two joined operations are one, that needs both
-inputs and makes both outputs. If a rank is left waiting, the error names the operations that wait
+It has two passes, each linear in the number of operations, and one more for the updates of a
+no-flush schedule (:mod:`megapipe.schedule.proof.updates`). The first reads each rank's list alone
+(:mod:`megapipe.schedule.proof.rank_lists`). The second runs all lists against each other: F(s)
+needs F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). A joined pair counts as one operation with
+both inputs and both outputs. If a rank is left waiting, the error names the operations that wait
 for each other.
 
-If no rank is left waiting, that also proves the communication of :mod:`megapipe.schedule.lower`:
-one FIFO channel per ordered pair of ranks, a send that completes only when its receive is posted,
-no wait for a send before the end of the step.
+If no rank is left waiting, the programs of :mod:`megapipe.schedule.lower` cannot deadlock either.
+They have one FIFO channel per ordered pair of ranks, a send completes only when its receive is
+posted, and no rank waits for a send before the end of the step.
 
-1. A receive waits for nothing but its message. Before an operation a rank posts receives for the
+1. A receive waits only for its message. Before an operation a rank posts receives for the
    message n that the operation needs and for earlier ones of the channel; the sender has posted all
-   of them when it posts n, directly after the operation that makes n. So the only waits of the
-   programs are the edges of the second pass.
+   of them when it posts n, directly after the operation that makes n. So the programs wait only for
+   what the second pass has checked.
 2. No send is left over: every message has a consumer (first pass), and every receive is posted
    before its consumer runs (second pass), so all sends have completed at the end of the step.
 """
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_MASK, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, Kind, Op, Schedule
-from megapipe.schedule.proof.lists import read
+from megapipe.schedule.proof.rank_lists import read
 from megapipe.schedule.proof.updates import check_updates
 from megapipe.schedule.proof.violations import BIT, deadlock
 from megapipe.schedule.wavefront import Wavefront
@@ -42,22 +42,21 @@ class Proof:
     """Properties of a schedule that was proved executable."""
 
     ops: int
-    """Operations over all ranks."""
+    """Number of operations over all ranks."""
     bitwise_order: bool
-    """At each stage both the I and B, and the W and B, run in ascending micro-batch order (slices
-    of one in descending order), so gradients are summed in the order of any other such schedule
-    of the same pieces on the same placement."""
+    """Whether at each stage I and B, and also W and B, run in ascending micro-batch order (slices
+    of a micro-batch in descending order). Then gradients are summed in the same order as in any
+    other such schedule with the same work items and placement."""
     peak_held: tuple[int, ...]
-    """Per rank, the most chunk activations alive at once, as :attr:`Schedule.activation_bound`
-    counts them; 0 for a forward-only schedule, which keeps none."""
+    """Maximum number of activations alive at once per rank, as :attr:`Schedule.activation_bound`
+    counts them; 0 for a forward-only schedule."""
 
 
 def validate(schedule: Schedule) -> Proof:
-    """Prove that a schedule is complete, ordered, within its `activation_bound`, and free of
-    deadlock.
+    """Prove that a schedule is complete, ordered, within `activation_bound`, and free of deadlock.
 
     Raises:
-        ScheduleError: the rank, the place in its list (from 0), the operation, and what is wrong.
+        ScheduleError: it names rank, index in the list (from 0), operation and reason.
     """
     _check_recompute(schedule)
     dependencies = Dependencies(schedule)
@@ -102,7 +101,7 @@ def _check_complete(dependencies: Dependencies, state: bytes) -> None:
         for stage in range(dependencies.stages):
             for part in range(schedule.slices):
                 node = flow * dependencies.stages + stage
-                value = state[node * dependencies.pieces + microbatch * schedule.slices + part]
+                value = state[node * dependencies.work_items + microbatch * schedule.slices + part]
                 if value in whole:
                     continue
                 if not value:
@@ -119,15 +118,15 @@ def _check_complete(dependencies: Dependencies, state: bytes) -> None:
 
 
 def _run(dependencies: Dependencies, lists: list["array[int]"]) -> None:
-    """Run every list as far as it goes; a rank that waits is woken by what it waits for."""
+    """Run all lists against each other; raise ScheduleError if a rank is left waiting."""
     need_base, make_base = dependencies.base
     made = array("b", [-1]) * dependencies.slots
-    made[dependencies.always : dependencies.nothing] = array("b", bytes(dependencies.pieces))
+    made[dependencies.always : dependencies.nothing] = array("b", bytes(dependencies.work_items))
     cursor = [0] * len(lists)
     if Wavefront.suits(dependencies, lists):
         front, filled = Wavefront(dependencies, lists), np.frombuffer(made, np.int8)
-        for _, places, _ in front.rounds(filled):
-            filled[front.make[places]] = 0
+        for _, indices, _ in front.rounds(filled):
+            filled[front.make[indices]] = 0
         cursor = [front.done(rank) for rank in range(len(lists))]
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(lists)))
@@ -137,20 +136,20 @@ def _run(dependencies: Dependencies, lists: list["array[int]"]) -> None:
         index, end = cursor[rank], len(codes)
         while index < end:
             code = codes[index]
-            low, piece = code & LOW, code >> PIECE_SHIFT & PIECES
-            slot = need_base[low] + piece
-            if made[slot] >= 0 and code >= JOINED:
-                slot = dependencies.needed(codes[index + 1])
-            if slot >= dependencies.totals:
-                missing = (s for s in dependencies.gradients_of(code) if made[s] < 0)
-                slot = next(missing, dependencies.always)
-            if made[slot] < 0:
-                waiting.setdefault(slot, []).append(rank)
+            low, item = code & LOW, code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
+            result = need_base[low] + item
+            if made[result] >= 0 and code >= JOINED:
+                result = dependencies.needed(codes[index + 1])
+            if result >= dependencies.totals:
+                missing = (r for r in dependencies.gradients_of(code) if made[r] < 0)
+                result = next(missing, dependencies.always)
+            if made[result] < 0:
+                waiting.setdefault(result, []).append(rank)
                 break
-            slot = make_base[low] + piece
-            made[slot] = 0
-            if slot in waiting:
-                ready += waiting.pop(slot)
+            result = make_base[low] + item
+            made[result] = 0
+            if result in waiting:
+                ready += waiting.pop(result)
             index += 1
         cursor[rank] = index
     if waiting:

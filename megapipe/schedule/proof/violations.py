@@ -1,19 +1,23 @@
-"""The errors of an invalid schedule: rank, place in its list, operation, and why."""
+"""Errors of invalid schedules, with rank, index in its list, operation and reason."""
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.ir import KIND_MASK, Kind, Op, Schedule, unpack
 
 BIT = {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 8, Kind.R: 16}
-"""A number for each kind; the kinds seen of a (stage, micro-batch, slice) are their sum."""
+"""Bit of each kind; a sum of bits is the set of kinds found for a (stage, micro-batch, slice)."""
 
 
 def deadlock(
     dependencies: Dependencies, cursor: list[int], waiting: dict[int, list[int]]
 ) -> ScheduleError:
-    """The error that names a circle of waits, found from the first blocked rank on."""
+    """Make the error that lists ranks which wait for each other in a circle.
+
+    `cursor`: per rank, the index of the operation that cannot run. `waiting`: the ranks that wait
+    for each result, by result number. The search starts at the first waiting rank.
+    """
     schedule = dependencies.schedule
-    wanted = {rank: dependencies.maker(slot) for slot, ranks in waiting.items() for rank in ranks}
+    wanted = {rank: dependencies.maker(made) for made, ranks in waiting.items() for rank in ranks}
     rank = min(wanted)
     chain: list[int] = []
     while rank not in chain:
@@ -37,7 +41,7 @@ def deadlock(
 
 
 def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
-    """The error of an operation that is wrong on this rank in any order."""
+    """Make the error of an operation that is wrong wherever it is in this rank's list."""
     code = schedule.ops[rank][index]
     kind = code & KIND_MASK
     if code < 0 or kind > Kind.U or code >> 61:
@@ -49,7 +53,7 @@ def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
     if kind != Kind.F and schedule.forward_only:
         what = "a forward-only schedule has no backward"
     elif kind == Kind.U and schedule.updates is None:
-        what = "a schedule without updates has none"
+        what = "updates (U) are only in a schedule that has `updates`"
     elif op.stage >= stages:
         what = f"out of range: stages go from 0 to {stages - 1}"
     elif op.microbatch >= microbatches:
@@ -61,25 +65,25 @@ def misplaced(schedule: Schedule, rank: int, index: int) -> ScheduleError:
     else:
         direction = schedule.direction_of(op.microbatch)
         of = f" of micro-batch {op.microbatch}" if len(schedule.placement.table) > 1 else ""
-        home = schedule.placement.rank_of(op.stage, direction)
-        what = f"stage {op.stage}{of} is on rank {home}"
+        holder = schedule.placement.rank_of(op.stage, direction)
+        what = f"stage {op.stage}{of} is on rank {holder}"
     return error(schedule, rank, index, what)
 
 
 def badly_joined(schedule: Schedule, rank: int, index: int) -> ScheduleError:
-    """The error of an operation that cannot run as one with the next of its list."""
+    """Make the error of an operation that cannot be joined with the next one of its list."""
     ops = schedule.ops[rank]
     if index + 1 == len(ops):
-        return error(schedule, rank, index, "it is joined with the next operation; it is the last")
+        what = "it is joined with the next operation, but it is the last of its list"
+        return error(schedule, rank, index, what)
     after = unpack(ops[index + 1])
-    what = (
-        "which is joined with another again" if after.joined else "which is of the same micro-batch"
-    )
-    return error(schedule, rank, index, f"it is joined with {after}, {what}")
+    why = "is joined with a third operation" if after.joined else "is of the same micro-batch"
+    return error(schedule, rank, index, f"it is joined with {after}, which {why}")
 
 
 def out_of_order(schedule: Schedule, rank: int, index: int, seen: int) -> ScheduleError:
-    """The error of a duplicate, or of an operation before one that it needs on its own rank."""
+    """Make the error of a duplicate, or of an operation that comes before one that it needs on its
+    rank. `seen`: kinds (sum of BIT) that came before for the same stage, micro-batch and slice."""
     op = unpack(schedule.ops[rank][index])._replace(joined=False)
     plain = [other._replace(joined=False) for other in schedule.rank_ops(rank)]
     if seen & BIT[op.kind]:
@@ -111,13 +115,14 @@ def slice_out_of_order(dependencies: Dependencies, rank: int, index: int) -> Sch
 
 def _first(needed: Op, ops: list[Op], index: int) -> str:
     later = ops[index:]
-    where = f"is op {index + later.index(needed)}" if needed in later else "is missing"
-    return f"it needs {needed} first, which {where}"
+    position = f"is op {index + later.index(needed)}" if needed in later else "is missing"
+    return f"it needs {needed} first, which {position}"
 
 
 def over(schedule: Schedule, rank: int, index: int, held: int, limit: int) -> ScheduleError:
     what = (
-        f"{held} chunk activations are held from here, more than the {limit} promised for this rank"
+        f"from this operation on, the rank holds {held} activations, more than the {limit} "
+        "promised in `activation_bound`"
     )
     return error(schedule, rank, index, what)
 

@@ -20,15 +20,15 @@ NAMES = {
 
 
 class OpBar(NamedTuple):
-    """One operation, and where it runs on its rank."""
+    """An operation, with what a drawing shows of it."""
 
     op: Op
     chunk: int
-    """Position of the operation's stage among the rank's stages of this direction."""
+    """Model chunk: index of the operation's stage among the rank's stages of this direction."""
     direction: int
     number: str
-    """The micro-batch, and where sequences are cut the slice, as in ``3.1``; where weights are
-    stale also the version that a forward reads, as in ``5@2``."""
+    """Label: the micro-batch; with slices also the slice, as in ``3.1``; with stale weights also
+    the version that a forward reads, as in ``5@2``."""
 
 
 class Bar(NamedTuple):
@@ -40,15 +40,15 @@ class Bar(NamedTuple):
 
 
 def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[Bar]:
-    """The bars of a rank, in order; where it has more operations than twice `most`, those of so
-    many at the beginning and at the end."""
+    """Yield the bars of a rank in order. If the rank has more than twice `most` operations, yield
+    only those of the first `most` and the last `most` operations."""
     schedule = timeline.schedule
     chunks = _chunk_of(schedule.placement, rank)
     first: OpBar | None = None
     updates, codes, starts = schedule.updates, schedule.ops[rank], timeline.starts[rank]
-    for place in _ends(codes, most):
-        op, start, end = unpack(codes[place]), starts[place], timeline.ends[rank][place]
-        read = None if updates is None else updates.reads[rank][place]
+    for index in _ends(codes, most):
+        op, start, end = unpack(codes[index]), starts[index], timeline.ends[rank][index]
+        read = None if updates is None else updates.reads[rank][index]
         direction = _direction(schedule, op, chunks)
         number = f"{op.microbatch}.{op.slice}" if schedule.slices > 1 else f"{op.microbatch}"
         if read is not None and op.kind == Kind.F:
@@ -62,41 +62,41 @@ def bars(timeline: Timeline, rank: int, *, most: int | None = None) -> Iterator[
 
 
 def _ends(codes: Sequence[int], most: int | None) -> Iterable[int]:
-    """Places of the first and the last operations, without half a pair."""
-    places = range(len(codes))
+    """Return indices of the first and last `most` operations (None: all); split no joined pair."""
+    indices = range(len(codes))
     if most is None or len(codes) <= 2 * most:
-        return places
+        return indices
     head, tail = most, len(codes) - most
-    head, tail = (place + unpack(codes[place - 1]).joined for place in (head, tail))
-    return chain(places[:head], places[tail:])
+    head, tail = (index + unpack(codes[index - 1]).joined for index in (head, tail))
+    return chain(indices[:head], indices[tail:])
 
 
 def _direction(schedule: Schedule, op: Op, chunks: dict[tuple[int, int], int]) -> int:
-    """That of the micro-batch; of an update, which is of all, the first in which the rank has the
-    stage."""
+    """Return the micro-batch's direction; for an update, which has no micro-batch, the first
+    direction in which the rank has the stage."""
     if op.kind != Kind.U:
         return schedule.direction_of(op.microbatch)
     return min(direction for direction, stage in chunks if stage == op.stage)
 
 
 def most_chunks(placement: Placement) -> int:
-    """The most stages of one direction on one rank."""
+    """Return the maximum number of stages of one direction on one rank."""
     return 1 + max(max(_chunk_of(placement, rank).values()) for rank in range(placement.ranks))
 
 
 def usual_length(rows: list[list[Bar]]) -> Time:
-    """The lower median of the bars' lengths above zero; 1 if there are none."""
+    """Return the lower median of all bar lengths above zero; 1 if no bar has such a length."""
     lengths = sorted(bar.end - bar.start for row in rows for bar in row if bar.end > bar.start)
     return lengths[(len(lengths) - 1) // 2] if lengths else 1
 
 
 def amount(value: Time) -> str:
-    """A number for a reader, with six digits at most."""
+    """Format a number for a reader, with six digits at most."""
     return f"{float(value):g}"
 
 
 def _chunk_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
-    """(direction, stage) -> chunk, of what a rank holds."""
+    """Map each (direction, stage) of a rank to its model chunk: its index within the direction."""
     return {
         (direction, stage): chunk
         for direction, row in enumerate(placement.table)

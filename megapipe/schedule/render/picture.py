@@ -29,27 +29,28 @@ LEFT, TOP, RIGHT = 64.0, 40.0, 62.0
 
 @dataclass(frozen=True)
 class Band:
-    """A range of the time, and where it is drawn."""
+    """A range of time, and where it is drawn."""
 
     start: float
     end: float
     left: float
-    """Where the band starts, in pixels."""
+    """Left end of the band, in pixels."""
     scale: float
-    """Pixels per unit of time."""
+    """Width of a unit of time, in pixels."""
 
     def x(self, time: Time) -> float:
-        """The place of a time in pixels; a time outside the band is moved to the nearer end."""
+        """Return the position of a time in pixels; a time outside the band is moved to the nearer
+        end."""
         return self.left + (min(max(float(time), self.start), self.end) - self.start) * self.scale
 
     @property
     def right(self) -> float:
-        """Where the band ends, in pixels."""
+        """Right end of the band, in pixels."""
         return self.x(self.end)
 
 
 def axis(band: Band, y: float, words: str) -> Iterator[Shape]:
-    """A line with ticks at round times, and words at its end."""
+    """Draw a line with ticks at round times, and words at its end."""
     yield Path(((band.left, y), (band.right, y)), LINE)
     if words:
         yield Words(band.right, y + 14, words, anchor="end")
@@ -63,7 +64,7 @@ def axis(band: Band, y: float, words: str) -> Iterator[Shape]:
 
 
 def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is not below least."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is at least `least`."""
     power = 10.0 ** floor(log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
@@ -74,7 +75,7 @@ SWATCH = 14.0
 def legend(
     rows: list[list[Bar]], timeline: Timeline, chunks: int, x: float, y: float
 ) -> tuple[list[Shape], float]:
-    """The shapes of the legend with its upper left corner at (x, y), and the x where it ends."""
+    """Draw the legend with its upper left corner at (x, y); return its shapes and its right end."""
     kinds = sorted({part.op.kind for row in rows for bar in row for part in bar.parts})
     entries = [
         (NAMES[kind], [(shade(kind, chunk, chunks), 0) for chunk in range(chunks)])
@@ -102,14 +103,14 @@ def legend(
 
 HEADER = 18.0
 Steps = Sequence[tuple[Time, Time]]
-"""(from when, activations alive) of a rank."""
+"""Curve of a rank's activations: (time, number alive from then on)."""
 
 
 def activations(
     held: Sequence[Steps], words: str, band: Band, top: float, height: float, pitch: float
 ) -> Iterator[Shape]:
-    """A caption, and under it a curve of activations per rank, all to one scale: `height` pixels
-    for the largest peak, `pitch` pixels from rank to rank."""
+    """Draw a caption, and under it a curve of activations per rank, all to one scale: `height`
+    pixels for the largest peak, `pitch` pixels from rank to rank."""
     yield Words(band.left, top + 10, words, anchor="start", colour=LINE)
     most = float(max(value for steps in held for _, value in steps)) or 1.0
     size = min(11.0, height)
@@ -125,7 +126,7 @@ def activations(
 def _outline(
     steps: Steps, band: Band, bottom: float, unit: float
 ) -> tuple[tuple[float, float], ...]:
-    """The area under a step function, `unit` pixels high per micro-batch."""
+    """Return the area under a step function, `unit` pixels high per micro-batch of activations."""
     points = [(band.left, bottom)]
     for time, value in steps:
         x = band.x(time)
@@ -134,16 +135,16 @@ def _outline(
 
 
 USUAL = 26.0
-"""Pixels of an operation of usual length where there is room."""
+"""Width in pixels of an operation of usual (median) length, if there is room."""
 STRIP = 6.0
-"""Height of the strip below a time line that shows gathers and reductions."""
+"""Height in pixels of the strip below a time line that shows gathers and reductions."""
 MOST_LINES = 128
-"""Most time lines of all bands together; a picture that needs more has one band, no numbers."""
+"""Maximum number of time lines in all bands; above it, a picture has one band without numbers."""
 
 
 @dataclass(frozen=True)
 class _Lanes:
-    """Heights of a rank's time line and of its activations, without and with the gap below."""
+    """Heights of a rank's time line and activations in pixels, without and with the gap below."""
 
     line: float
     line_pitch: float
@@ -158,11 +159,12 @@ DENSE = _Lanes(19, 21, 11, 13)
 def picture(
     drawn: Schedule | Timeline, *, width: float = 1600, span: tuple[Time, Time] | None = None
 ) -> Scene:
-    """One row per rank, with what it gathers and reduces in a strip below, then what each rank
-    holds; a schedule is timed at unit costs first. `span`: draw what is between these times alone.
+    """Draw one row per rank, its gathers and reductions in a strip below, then the activations of
+    each rank. A schedule is simulated at unit costs first. `span`: begin and end of the drawn time.
 
-    Where operations would be too narrow for their numbers, the time is cut into bands below each
-    other, of about `width` pixels each; if that takes too many, there is one without numbers.
+    If operations would be too narrow for their numbers, the time is cut into bands below each
+    other, of about `width` pixels each; if that takes too many bands, there is one, without
+    numbers.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     schedule, chunks = timeline.schedule, most_chunks(timeline.schedule.placement)
@@ -201,7 +203,8 @@ def picture(
 def _bands(
     start: float, makespan: float, rows: list[list[Bar]], digits: int, width: float
 ) -> list[Band]:
-    """Parts of the time, as few as leave room for the numbers, each of whole usual operations."""
+    """Split the time into as few bands as leave room for `digits` digits per operation. The length
+    of a band is a multiple of the usual length of an operation."""
     usual = float(usual_length(rows))
     least = 6.5 * digits / usual * makespan
     count = ceil(least / width) if makespan / usual * USUAL > width else 1
@@ -240,9 +243,9 @@ def _time_lines(
                 continue
             height = lanes.line / len(bar.parts)
             numbered = band.start <= float(bar.start + bar.end) / 2 < band.end
-            for place, part in enumerate(bar.parts):
+            for index, part in enumerate(bar.parts):
                 x, wide = band.x(bar.start), band.x(bar.end) - band.x(bar.start)
-                above = y + place * height
+                above = y + index * height
                 yield _rectangle(part, chunks, x, above, wide, height)
                 size = min(11.0, 0.8 * height, 1.35 * wide / digits)
                 if numbered and size >= 5:
@@ -251,7 +254,7 @@ def _time_lines(
 
 
 def _strips(timeline: Timeline, band: Band, lanes: _Lanes, top: float) -> Iterator[Shape]:
-    """Thin bars below the time lines: gathers and reductions."""
+    """Draw gathers and reductions as thin bars below the time lines."""
     for fill, intervals in ((GATHER, timeline.gathers), (REDUCE, timeline.reductions)):
         for each in intervals:
             if each.end > band.start and each.start < band.end:

@@ -1,4 +1,4 @@
-"""A scene as PNG, drawn with matplotlib."""
+"""Output of a scene as PNG, drawn with matplotlib."""
 
 from pathlib import Path as File
 
@@ -9,13 +9,13 @@ from megapipe.schedule.render.scene import Path, Polygon, Rectangle, Scene, Word
 from megapipe.schedule.timing.simulate import Timeline
 
 _PIXELS = 100
-"""Pixels of a scene per inch."""
+"""Number of a scene's pixels per inch."""
 _SIDES = {"start": "left", "middle": "center", "end": "right"}
 _HATCHES = ("///", "\\\\\\", "|||", "---")
 
 
 def png(drawn: Schedule | Timeline, path: File, *, width: float = 1600, dpi: int = 200) -> None:
-    """Write a drawing as a PNG file of dpi / 100 pixels per pixel of the SVG.
+    """Write a drawing as a PNG file with dpi / 100 times the width and height of the SVG.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -43,15 +43,15 @@ def to_png(scene: Scene, path: File, *, dpi: int = 200) -> None:
     for order, shape in enumerate(scene.shapes):
         match shape:
             case Rectangle():
-                place = ((shape.x, shape.y), shape.width, shape.height)
+                bounds = ((shape.x, shape.y), shape.width, shape.height)
                 edge = shape.edge or "none"
                 line = point if shape.edge else 0
-                axes.add_patch(Box(*place, fc=shape.fill, ec=edge, lw=line, zorder=order))
+                axes.add_patch(Box(*bounds, fc=shape.fill, ec=edge, lw=line, zorder=order))
                 if shape.hatch:
                     hatch = _HATCHES[(shape.hatch - 1) % len(_HATCHES)]
                     pale = (1, 1, 1, 0.6)
                     axes.add_patch(
-                        Box(*place, fill=False, hatch=hatch, ec=pale, lw=0, zorder=order)
+                        Box(*bounds, fill=False, hatch=hatch, ec=pale, lw=0, zorder=order)
                     )
             case Words():
                 side = _SIDES[shape.anchor]

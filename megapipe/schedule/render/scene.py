@@ -1,4 +1,4 @@
-"""A picture as shapes, in pixels from the upper left corner: what SVG and PNG are written from."""
+"""A picture as shapes, in pixels from the upper left corner; SVG and PNG are written from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,13 +24,13 @@ REDUCE = "#a0485a"
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of the kind, mixed with up to 60% white for the last chunk."""
+    """Return the colour of a kind; later chunks are paler, the last has 60% white."""
     white = 0.6 * chunk / (chunks - 1) if chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in OF_KIND[kind])
 
 
 def mixed(part: float) -> str:
-    """From pale to dark, at 1 and above the darkest."""
+    """Return a colour between pale (`part` 0) and dark (1 and above)."""
     channels = (round(a + (b - a) * min(1.0, part)) for a, b in zip(PALE, DARK, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in channels)
 
@@ -44,14 +44,14 @@ class Rectangle:
     fill: str
     edge: str | None = None
     hatch: int = 0
-    """0: none; other numbers stand for directions of the lines over the fill."""
+    """Hatching pattern over the fill, numbered from 1; 0: none."""
 
 
 @dataclass(frozen=True)
 class Words:
     x: float
     y: float
-    """The place of the baseline."""
+    """Vertical position of the baseline."""
     words: str
     size: float = 11
     anchor: Literal["start", "middle", "end"] = "middle"
@@ -83,7 +83,7 @@ class Scene:
 
 
 def stack(scenes: Sequence[Scene]) -> Scene:
-    """One scene with all of these below each other, the first on top."""
+    """Return one scene with all `scenes` below each other, the first on top."""
     whole = Scene(max(scene.width for scene in scenes), 0)
     for scene in scenes:
         whole.shapes += [_lowered(shape, whole.height) for shape in scene.shapes]

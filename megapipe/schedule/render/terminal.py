@@ -21,7 +21,7 @@ from megapipe.schedule.timing.simulate import Timeline, simulate
 
 
 class TextSpan(NamedTuple):
-    """Characters of a row that belong together, and the operation that they show, if any."""
+    """Consecutive characters of a row that show one operation, or none."""
 
     words: str
     part: OpBar | None
@@ -29,14 +29,13 @@ class TextSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class TextDrawing:
-    """A drawing of one row per rank, or of two where ranks gather or reduce, ready to be
-    coloured."""
+    """A drawing with one row per rank, or two if ranks gather or reduce, ready to be coloured."""
 
     rows: tuple[tuple[TextSpan, ...], ...]
     legend: tuple[TextSpan, ...]
     summary: str
     chunks: int
-    """The most stages of one direction on one rank."""
+    """Maximum number of stages of one direction on one rank."""
 
     def __str__(self) -> str:
         drawn = ["".join(run.words for run in row).rstrip() for row in (*self.rows, self.legend)]
@@ -44,19 +43,19 @@ class TextDrawing:
 
 
 def text(drawn: Schedule | Timeline, *, width: int = 100) -> str:
-    """A drawing as plain text; see :func:`draw_rows`."""
+    """Return a drawing as plain text; see :func:`draw_rows`."""
     return str(draw_rows(drawn, width=width))
 
 
 def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> TextDrawing:
-    """A drawing of one row per rank for a terminal; a schedule is timed at unit costs first.
+    """Draw one row per rank for a terminal; a schedule is simulated at unit costs first.
 
-    A cell is as wide as its operation is long: kind, micro-batch (and slice), and with several
-    chunks a letter for the chunk, as in ``F3b``; ``&`` joins a pair. A second row of a rank shows
-    when it gathers parameters and reduces gradients, with the stage: ``<3<<<`` and ``>3>>>``. If
-    `width` columns are too few, the same time in the middle is left out of all rows. No cell is
-    wider than the drawing: beside an operation that takes a thousand times as long as others, these
-    have no room.
+    A cell is as wide as its operation is long. It shows kind, micro-batch (and slice), and with
+    several chunks a letter for the chunk, as in ``F3b``; ``&`` stands between the operations of a
+    joined pair. A second row of a rank shows when it gathers parameters and reduces gradients, with
+    the stage: ``<3<<<`` and ``>3>>>``. If `width` columns are too few, all rows omit the same
+    middle part of the time. No cell is wider than the drawing, so an operation that is a thousand
+    times shorter than another one gets no column.
     """
     timeline = drawn if isinstance(drawn, Timeline) else simulate(drawn)
     rows = _draw_ends(timeline, width, width * _PER_COLUMN) or _draw_ends(timeline, width, None)
@@ -65,8 +64,8 @@ def draw_rows(drawn: Schedule | Timeline, *, width: int = 100) -> TextDrawing:
 
 
 def _draw_ends(timeline: Timeline, width: int, most: int | None) -> TextDrawing | None:
-    """Draw so many operations at the beginning and the end of each rank; None: there is room for
-    those in between."""
+    """Draw the first and last `most` operations per rank (None: all), or return None if more
+    fit."""
     chunks = most_chunks(timeline.schedule.placement)
     chunked = chunks > 1
     rows = [list(bars(timeline, rank, most=most)) for rank in range(len(timeline.starts))]
@@ -110,23 +109,23 @@ def _draw_ends(timeline: Timeline, width: int, most: int | None) -> TextDrawing 
 
 _CUT = " ... "
 _PER_COLUMN = 4
-"""Operations of a rank, for each column, that are looked at from either end. A window has at most
-half of the columns, and shorter operations than these have no room there."""
+"""Number of operations per column that are read from each end of a rank's list. Each end gets half
+of the columns at most, so more operations would have no room."""
 GATHERED, REDUCED = "<", ">"
 _Cell = tuple[str, OpBar | None]
 
 
 class _Placed(NamedTuple):
-    """A bar on the columns of a row."""
+    """A bar as cells of a row, one per column from `start` on."""
 
     start: int
     cells: list[_Cell]
     short: list[_Cell]
-    """The cells without a label, for a bar that a window cuts."""
+    """The cells without a label, for a bar that is only partly within the drawn columns."""
 
 
 def _is_within(bar: Bar, origin: Time, scale: float, windows: Sequence[tuple[int, int]]) -> bool:
-    """Whether a bar is in one of the windows, as :func:`_place` places it."""
+    """Whether a bar is on a column of `windows`, the ranges of columns that are drawn."""
     start, end = float(bar.start - origin) * scale, float(bar.end - origin) * scale
     return any(start < last + 1 and end > first - 1 for first, last in windows)
 
@@ -148,7 +147,7 @@ def _place(bar: Bar, origin: Time, scale: float, gap: int, chunked: bool) -> _Pl
 
 
 def _place_collectives(timeline: Timeline, rank: int, scale: float) -> Iterator[_Placed]:
-    """Gathers and reductions of a rank; at least one column each."""
+    """Place the gathers and reductions of a rank, each at least one column wide."""
     for mark, intervals in ((GATHERED, timeline.gathers), (REDUCED, timeline.reductions)):
         for each in intervals:
             if each.rank == rank:
@@ -161,7 +160,8 @@ def _place_collectives(timeline: Timeline, rank: int, scale: float) -> Iterator[
 
 
 def _cut(row: list[_Placed], windows: list[tuple[int, int]], blank: str) -> Iterator[_Cell]:
-    """The columns of a row within the windows, which lie in order and apart."""
+    """Yield the cells of a row that are on the columns of `windows`. These are ranges of columns,
+    in order and without overlap."""
     for number, (first, last) in enumerate(windows):
         if number:
             yield from ((character, None) for character in _CUT)

@@ -1,6 +1,6 @@
-"""A scene as SVG."""
+"""Output of a scene as SVG."""
 
-from html import escape  # that of xml.sax imports urllib
+from html import escape  # xml.sax's escape imports urllib
 
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.render.picture import picture
@@ -9,16 +9,16 @@ from megapipe.schedule.timing.simulate import Timeline
 
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 _TURNS = (45, -45, 0, 90)
-"""Direction of the lines of hatch 1, 2, ..., in degrees."""
+"""Rotation of the lines in hatching patterns 1, 2, ..., in degrees."""
 
 
 def svg(drawn: Schedule | Timeline, *, width: float = 1600) -> str:
-    """A drawing as one SVG document; see :func:`megapipe.schedule.render.picture.picture`."""
+    """Return a drawing as an SVG document; see :func:`megapipe.schedule.render.picture.picture`."""
     return to_svg(picture(drawn, width=width))
 
 
 def to_svg(scene: Scene) -> str:
-    """A scene as one SVG document."""
+    """Return a scene as an SVG document."""
     size = f"width='{_number(scene.width)}' height='{_number(scene.height)}'"
     box = f"viewBox='0 0 {_number(scene.width)} {_number(scene.height)}'"
     hatches = {

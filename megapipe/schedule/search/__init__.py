@@ -1,9 +1,9 @@
-"""Schedules found under a cost model and a memory limit.
+"""Search for schedules under a cost model and a memory limit.
 
-:func:`search` finds one, :func:`lower_bound` gives a time that none can beat. An order of
-operations is made by rules (:mod:`~megapipe.schedule.search.greedy`), by beam search, from a
-repeated pattern or by stretching a shorter order, and improved by local search;
-:mod:`~megapipe.schedule.search.portfolio` divides the effort between these.
+:func:`search` finds a schedule, :func:`lower_bound` returns a time that no schedule can beat.
+Orders of operations are made by rules (:mod:`~megapipe.schedule.search.greedy`), by beam search,
+from a repeated pattern, or by stretching an order for fewer micro-batches; local search improves
+them. :mod:`~megapipe.schedule.search.portfolio` divides the effort between these methods.
 """
 
 from megapipe.schedule.search.instance import Accounting, MemoryLimit, lower_bound

@@ -1,9 +1,10 @@
-"""Beam search over the orders that can be made operation by operation.
+"""Beam search for an order of operations, built one operation at a time.
 
-From each state branch the operations that one rank could begin before the earliest end that is
-possible on any rank (the active schedules of Giffler and Thompson, 1960). A rank that could only
-begin a forward may also be passed over, to save its memory for what arrives next. After each step
-the best states are kept: those with the least idle time that is certain already.
+A *stream* is one kind of operation at one stage, in micro-batch order. A state branches into the
+possible next operations of one rank: the rank that can end an operation first (active schedules:
+Giffler and Thompson, 1960). If this rank can only begin a forward, operations of the rank that
+comes next are branches too, so that memory can be saved for the input that arrives next. After each
+step the best states are kept: the states with the least idle time that is already certain.
 """
 
 from dataclasses import dataclass
@@ -14,30 +15,30 @@ from megapipe.schedule.search.greedy import leaves_room
 from megapipe.schedule.search.problem import NEVER, Order, Problem
 
 AVERAGE = 0.1
-"""Weight of the average rank against the worst one where states are compared."""
+"""Weight of the average over ranks in a state's score; the worst rank has weight 1."""
 
 Options = list[tuple[Time, int]]
-"""(start, stream) pairs: when the next operation of a stream could begin."""
+"""(start, stream) pairs: time at which the next operation of a stream can begin."""
 
 
 @dataclass(slots=True)
 class _State:
-    """An order in the making; lists are by stream or by rank."""
+    """Beginning of an order. `done` and `ends` are lists by stream, the other lists by rank."""
 
     done: list[int]
     ends: list[list[Time]]
     free: list[Time]
     held: list[int]
     left: list[Time]
-    """Time of the operations that a rank has still to run."""
+    """Total time of the operations that each rank has still to run."""
     score: Time = 0
     last: int = NEVER
-    """Stream of the last operation."""
+    """Stream of the last operation. This state is the one in `before` with that operation."""
     before: "_State | None" = None
 
 
 def beam(problem: Problem, width: int) -> Order | None:
-    """The best order found with `width` states a step; None where all of them get stuck."""
+    """Return the best order found if `width` states are kept per step; None if all get stuck."""
     return _Beam(problem).run(width)
 
 
@@ -48,9 +49,9 @@ class _Beam:
         self.duration = [problem.duration[op] for op in first]
         self.lag = [problem.lag[op] for op in first]
         self.amount = [problem.amount[op] for op in first]
-        self.home = [problem.rank[op] for op in first]
+        self.rank_of = [problem.rank[op] for op in first]
         self.streams: list[list[int]] = [[] for _ in problem.chunks]
-        for stream, rank in enumerate(self.home):
+        for stream, rank in enumerate(self.rank_of):
             self.streams[rank].append(stream)
         self.source = dict(problem.sources())
         self.room = [room // problem.amount[0] for room in problem.room]
@@ -62,7 +63,7 @@ class _Beam:
         now: Time = 0
         for stage in range(self.problem.stages):
             now += self.lag[stage]
-            rank = self.home[stage]
+            rank = self.rank_of[stage]
             if stage == self.problem.chunks[rank][0]:
                 self.offset[rank] = now
             now += self.duration[stage]
@@ -72,8 +73,8 @@ class _Beam:
         work: list[Time] = [
             m * sum(self.duration[stream] for stream in row) for row in self.streams
         ]
-        nothing: list[list[Time]] = [[] for _ in self.home]
-        states = [_State([0] * len(self.home), nothing, [0] * ranks, [0] * ranks, work)]
+        nothing: list[list[Time]] = [[] for _ in self.rank_of]
+        states = [_State([0] * len(self.rank_of), nothing, [0] * ranks, [0] * ranks, work)]
         for _ in range(self.problem.size):
             children: dict[tuple[tuple[int, ...], tuple[Time, ...]], _State] = {}
             for state in states:
@@ -86,7 +87,7 @@ class _Beam:
         return self._order(states[0]) if states else None
 
     def _branches(self, state: _State) -> Options:
-        """The operations to go on with, each with its start."""
+        """Return the operations with which a state can be continued, each with its start."""
         by_rank = [self._options(state, rank) for rank in range(len(self.streams))]
         branches: Options = []
         while True:
@@ -101,7 +102,7 @@ class _Beam:
             if earliest is None:
                 return branches
             end, stream = earliest
-            rank = self.home[stream]
+            rank = self.rank_of[stream]
             if stream >= self.problem.stages:
                 return branches + [option for option in by_rank[rank] if option[0] < end]
             branches += by_rank[rank]
@@ -110,7 +111,8 @@ class _Beam:
             by_rank[rank] = []
 
     def _options(self, state: _State, rank: int) -> Options:
-        """The operations of a rank whose start is known; of weight gradients the oldest one."""
+        """Return a rank's possible next operations, with their starts. Of several weight gradients,
+        only the oldest is possible."""
         problem, done, free = self.problem, state.done, state.free[rank]
         stages, m = problem.stages, problem.microbatches
         options: Options = []
@@ -141,7 +143,7 @@ class _Beam:
         return options
 
     def _child(self, state: _State, start: Time, stream: int) -> _State:
-        rank, end = self.home[stream], start + self.duration[stream]
+        rank, end = self.rank_of[stream], start + self.duration[stream]
         done, ends, free = state.done[:], state.ends[:], state.free[:]
         held, left = state.held[:], state.left[:]
         done[stream] += 1
@@ -158,7 +160,7 @@ class _Beam:
         order: Order = [[] for _ in self.streams]
         while state is not None and state.last != NEVER:
             op = state.last * self.problem.microbatches + state.done[state.last] - 1
-            order[self.home[state.last]].append(op)
+            order[self.rank_of[state.last]].append(op)
             state = state.before
         for ops in order:
             ops.reverse()

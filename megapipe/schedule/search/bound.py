@@ -1,4 +1,4 @@
-"""A bound that no order can beat."""
+"""Lower bound of the makespan or longest span, which no order of operations can beat."""
 
 from dataclasses import replace
 
@@ -7,18 +7,18 @@ from megapipe.schedule.search.problem import Problem
 
 
 def least(problem: Problem) -> Time:
-    """The largest sum, over ranks, of a rank's work and the idle time that it cannot avoid.
+    """Return the lower bound: the maximum over ranks of a rank's work plus unavoidable idle time.
 
-    Until its first input gradient can begin, a rank has nothing to do but the forwards that it has
-    room for. Under "makespan" it also waits for its first forward, and the last micro-batch goes
-    back through all lower stages after the rank's last input gradient; meanwhile the rank can run
-    only as many weight gradients as it has room to delay.
+    Until its first input gradient can begin, a rank can run only the forwards that its memory
+    allows. For the objective "makespan" the rank also waits for its first forward. After its last
+    input gradient, the backward of the last micro-batch continues through all lower stages;
+    meanwhile the rank can run only as many weight gradients as its memory allowed it to defer.
     """
     return max(_of_rank(problem, rank) for rank in range(len(problem.chunks)))
 
 
 def cheapest(cost: Cost, stages: int) -> Cost:
-    """Costs of split backwards, each as cheap as the cheaper of B and I + W, for a bound."""
+    """Return costs for a lower bound: I costs min(I, B), and I + W together min(I + W, B)."""
     forward, fused, back, weight = cost.table(stages)[:4]
     first = tuple(map(min, back, fused))
     whole = [min(i + w, b) for i, w, b in zip(back, weight, fused, strict=True)]
@@ -52,7 +52,7 @@ def _of_rank(problem: Problem, rank: int) -> Time:
 
 
 def _largest(times: list[Time], microbatches: int, count: int) -> Time:
-    """The most time that `count` operations can take, of `microbatches` at each stage."""
+    """Return the longest total time of `count` operations, at most `microbatches` per stage."""
     total: Time = 0
     for time in sorted(times, reverse=True):
         taken = min(count, microbatches)

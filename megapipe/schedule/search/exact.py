@@ -1,7 +1,7 @@
-"""The best order of a small instance, proved by a constraint solver.
+"""Best order of a small search problem, proved to be the best by a constraint solver.
 
-This checks :mod:`megapipe.schedule.search`, and is slow: some hundreds of operations are the limit.
-It needs OR-Tools (``pip install ortools``), loaded when :func:`solve` is called.
+It serves to check :mod:`megapipe.schedule.search`. It is slow: some hundreds of operations are the
+limit. It needs OR-Tools (``pip install ortools``), which is imported when :func:`solve` is called.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from megapipe.schedule.timing.times import in_ticks
 
 @dataclass(frozen=True)
 class Exact:
-    """The result of the solver. Times are those of the simulator."""
+    """The result of the solver. Times are in the unit of the cost, as the simulator's are."""
 
     schedule: Schedule
     value: Time
-    """The objective of the schedule."""
+    """Makespan or longest span of the schedule, whichever is the objective."""
     bound: Time
-    """No order with split backwards takes less."""
+    """Lower bound of `value` over all orders with split backwards."""
 
     @property
     def proved(self) -> bool:
@@ -44,18 +44,19 @@ def solve(
     microbatches: int,
     cost: Cost,
     *,
-    memory_limit: MemoryLimit = None,
+    activation_limit: MemoryLimit = None,
     accounting: Accounting = "held",
     freed: Time = 0,
     objective: Objective = "makespan",
     seconds: float = 60,
 ) -> Exact:
-    """Find the shortest order with split backwards, and a bound for all of them.
+    """Find the shortest order with split backwards, and a lower bound for all such orders.
 
     Args:
-        cost: whole numbers and fractions, nothing to gather or reduce; jitter is left out.
-        objective: "span" only where each rank's first start is the same in every order: all stages
-            before a rank's lowest one are themselves the lowest of a rank, as on loop, V and wave.
+        cost: times in whole numbers or fractions; gather and reduce must be 0. Jitter is ignored.
+        objective: "makespan" or "span". "span" requires that each rank's first start is the same in
+            every order. This is so if every stage before a rank's lowest stage is the lowest stage
+            of another rank, as on loop, V and wave.
         seconds: time limit of the solver.
 
     The other arguments are those of :func:`~megapipe.schedule.search.search`.
@@ -72,7 +73,7 @@ def solve(
         placement,
         microbatches,
         cost,
-        memory_limit=memory_limit,
+        activation_limit=activation_limit,
         accounting=accounting,
         freed=freed,
         objective=objective,
@@ -110,8 +111,8 @@ def _check(problem: Problem) -> None:
         raise ScheduleError("exact: costs must be whole numbers or fractions, not floats")
     if not can_run(problem):
         raise ScheduleError(
-            f"exact: the memory limit is too small; {least_limit(problem.placement)} micro-batches "
-            "of a full rank is the least that lets one through"
+            "exact: activation_limit is too small; it must be at least "
+            f"{least_limit(problem.placement)}, so that one micro-batch can pass all stages"
         )
     if problem.objective == "span" and not _starts_are_fixed(problem):
         raise ScheduleError(
@@ -126,13 +127,14 @@ def _starts_are_fixed(problem: Problem) -> bool:
 
 
 def _first(problem: Problem) -> TimedOrder:
-    """The best order that a rule makes, with which the solver begins."""
+    """Return the best order of all greedy rules; the solver begins with it."""
     orders = (problem.timed(greedy(problem, rule)) for rule in rules(problem))
     return min((timed for timed in orders if timed is not None), key=lambda timed: timed.value)
 
 
 def _model(problem: Problem, model: Any, start: TimedOrder) -> list[Any]:
-    """State the problem, hint at the start; the variables that say when each operation begins."""
+    """Add the problem to `model` with `start` as a hint; return the variables of the operations'
+    start times."""
     run = problem.ends(start.order)
     assert run is not None  # it was timed
     ends, m = run[0], problem.microbatches

@@ -1,8 +1,8 @@
-"""Orders made in one pass through time: a free rank takes the operation that its rule prefers.
+"""Orders made in one pass through time: a free rank runs the operation that its rule prefers.
 
-No rule gets stuck, however little room there is: a rank admits a forward only if that leaves room
-for the oldest micro-batch, of those that have not passed all stages of the rank forward, to pass
-the rest of them. So the oldest micro-batch of all can always go on.
+No rule gets stuck, however little memory a rank has. The oldest micro-batch that still has forwards
+on a rank needs memory for all of them; a rank admits another forward only if this memory remains.
+So the oldest micro-batch of all can always continue.
 """
 
 from collections import deque
@@ -20,24 +20,25 @@ MANY = 1 << 30
 
 @dataclass(frozen=True)
 class GreedyRule:
-    """Preferences of a rank."""
+    """Rule by which a free rank chooses its next operation."""
 
     ahead: tuple[int, ...]
-    """Per rank, the most chunk activations between their F and their I; one for each stage of the
-    rank are always allowed."""
+    """Maximum number of chunk activations between F and I, per rank; one for each stage of the rank
+    is always allowed."""
     keep: tuple[int, ...]
-    """Per rank, the most weight gradients that may wait while forwards are run."""
+    """Maximum number of weight gradients that are deferred while forwards run, per rank."""
     overrun: float = 0.0
-    """How much an operation may delay one of higher priority, as a share of its own time."""
+    """Maximum time by which an operation may delay one of higher priority, as a share of its own
+    duration."""
     forward_first: bool = False
-    """Forwards have priority over input gradients."""
+    """Whether forwards have priority over input gradients."""
     deep: bool = True
-    """Of several forwards that of the highest stage goes first, and of several input gradients
-    that of the lowest stage; otherwise the opposite."""
+    """Whether, of several forwards, the one of the highest stage goes first, and of several input
+    gradients the one of the lowest stage; otherwise the opposite."""
 
 
 def rules(problem: Problem) -> Iterator[GreedyRule]:
-    """Rules worth a try, the most different ones first."""
+    """Yield the rules to try; rules that differ most from each other come first."""
     ranks = problem.placement.ranks
     chunks = problem.stages // ranks
     up = range(ranks)
@@ -56,9 +57,9 @@ def rules(problem: Problem) -> Iterator[GreedyRule]:
 
 
 def greedy(problem: Problem, rule: GreedyRule) -> Order:
-    """The order that a rule makes."""
+    """Return the order that a rule makes."""
     duration, feeds, lag_after = problem.duration, problem.feeds, problem.lag_after
-    home = problem.rank
+    rank_of = problem.rank
     ends: list[Time] = [NEVER] * problem.size
     ends.append(0)
     ranks = [_Rank(problem, rule, rank, ends) for rank in range(problem.placement.ranks)]
@@ -75,20 +76,21 @@ def greedy(problem: Problem, rule: GreedyRule) -> Order:
         free[rank] = ends[op] = end = now + duration[op]
         heappush(events, (end, rank))
         after = feeds[op]
-        if after < problem.size and home[after] != rank:
-            heappush(events, (end + lag_after[op], home[after]))
+        if after < problem.size and rank_of[after] != rank:
+            heappush(events, (end + lag_after[op], rank_of[after]))
     return [rank.ops for rank in ranks]
 
 
 def leaves_room(
     chunks: Sequence[int], done: Mapping[int, int] | Sequence[int], stage: int, room: int
 ) -> bool:
-    """Whether the oldest micro-batch can still pass all chunks after one more F at `stage`.
+    """Whether, after one more F at `stage`, a rank still has memory for the oldest micro-batch to
+    pass all its chunks forward.
 
     Args:
         chunks: stages of the rank, ascending.
-        done: forwards done, by stage.
-        room: chunk activations that the rank can hold.
+        done: number of forwards done, by stage.
+        room: maximum number of chunk activations on the rank.
     """
     oldest = done[chunks[-1]] + (stage == chunks[-1])
     younger = 0
@@ -100,7 +102,7 @@ def leaves_room(
 
 
 class _Rank:
-    """The streams and the memory of one rank while its order is made."""
+    """Streams and memory of one rank while its order is made."""
 
     def __init__(self, problem: Problem, rule: GreedyRule, rank: int, ends: list[Time]) -> None:
         self.problem, self.rule, self.ends = problem, rule, ends
@@ -116,7 +118,7 @@ class _Rank:
         self.ops: list[int] = []
 
     def choose(self, now: Time) -> int:
-        """The operation to begin; NEVER to wait for what arrives next."""
+        """Return the operation to begin at time `now`; NEVER: wait until the next input arrives."""
         duration, m, row = self.problem.duration, self.problem.microbatches, self.problem.row
         back, next_back = self._arrivals(
             now, (row + stage * m + done for stage, done in self.backwards.items() if done < m)
@@ -149,7 +151,8 @@ class _Rank:
         return weight if full or now + in_time * duration[weight] <= soon else NEVER
 
     def _arrivals(self, now: Time, ops: Iterable[int]) -> tuple[int, Time]:
-        """The first operation whose input is there, and when the next known input arrives."""
+        """Return the first of `ops` that has its input at time `now` (NEVER if none), and the time
+        at which the next known input arrives."""
         needs, lag, ends = self.problem.needs, self.problem.lag, self.ends
         found, soon = _NOTHING
         for op in ops:
@@ -164,11 +167,11 @@ class _Rank:
         return found, soon
 
     def take(self, op: int) -> None:
-        """Put an operation at the end of the list."""
+        """Append an operation to the rank's order, and update memory and progress."""
         self.ops.append(op)
         self.held += self.problem.amount[op]
-        kind, place = divmod(op, self.problem.row)
-        stage = place // self.problem.microbatches
+        kind, number = divmod(op, self.problem.row)
+        stage = number // self.problem.microbatches
         if kind == 0:
             self.forwards[stage] += 1
             self.flying += 1

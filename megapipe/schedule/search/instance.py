@@ -1,4 +1,4 @@
-"""Makes a search problem of a caller's arguments, and checks these."""
+"""Checks of the arguments of a search, and the search problem that they define."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +20,15 @@ def instance(
     microbatches: int,
     cost: Cost,
     *,
-    memory_limit: MemoryLimit = None,
+    activation_limit: MemoryLimit = None,
     accounting: Accounting = "held",
     freed: Time = 0,
     objective: Objective = "makespan",
     fused: bool = False,
 ) -> Problem:
-    """The problem of finding an order; the arguments are those of
-    :func:`~megapipe.schedule.search.search`.
+    """Return the search problem for these arguments of :func:`~megapipe.schedule.search.search`.
+
+    If `fused`, its orders have fused backwards (B), otherwise I and W.
 
     Raises:
         ScheduleError: an argument is out of range.
@@ -43,7 +44,7 @@ def instance(
         placement,
         microbatches,
         replace(cost, jitter=0.0),
-        limits=_limits(placement.ranks, memory_limit),
+        limits=_limits(placement.ranks, activation_limit),
         freed=share if accounting == "weighted" else Fraction(0),
         objective=objective,
         fused=fused,
@@ -55,15 +56,15 @@ def lower_bound(
     microbatches: int,
     cost: Cost,
     *,
-    memory_limit: MemoryLimit = None,
+    activation_limit: MemoryLimit = None,
     accounting: Accounting = "held",
     freed: Time = 0,
     objective: Objective = "makespan",
 ) -> Time:
-    """A time that no schedule on a placement can beat, whether its backwards are fused or split.
+    """Return a time that no schedule on a placement can beat, with fused or split backwards.
 
-    It is cheap, and near the best for many micro-batches and enough memory; see
-    :func:`~megapipe.schedule.search.bound.least`. The arguments are those of
+    It is cheap to compute, and near the optimum for many micro-batches and enough memory
+    (:func:`~megapipe.schedule.search.bound.least`). The arguments are described at
     :func:`~megapipe.schedule.search.search`.
 
     Raises:
@@ -73,7 +74,7 @@ def lower_bound(
         placement,
         microbatches,
         cheapest(cost, placement.stages),
-        memory_limit=memory_limit,
+        activation_limit=activation_limit,
         accounting=accounting,
         freed=freed,
         objective=objective,
@@ -82,15 +83,15 @@ def lower_bound(
 
 
 def least_limit(placement: Placement) -> Fraction:
-    """The smallest memory limit for all ranks with which a step can run: the first micro-batch is
-    forward through all stages before any activation is freed."""
+    """Return the smallest activation_limit for all ranks with which a step can run: the first
+    micro-batch passes all stages forward before any activation is freed."""
     return placement.stage_shares[0] * max(
         len(placement.stages_of(rank)) for rank in range(placement.ranks)
     )
 
 
 def can_run(problem: Problem) -> bool:
-    """Whether each rank has room for one micro-batch at all its stages."""
+    """Whether each rank has memory for the activations of one micro-batch at all its stages."""
     grain = problem.amount[0]
     return all(
         len(chunks) * grain <= room
@@ -98,17 +99,17 @@ def can_run(problem: Problem) -> bool:
     )
 
 
-def _limits(ranks: int, memory_limit: MemoryLimit) -> tuple[Fraction, ...] | None:
-    if memory_limit is None:
+def _limits(ranks: int, activation_limit: MemoryLimit) -> tuple[Fraction, ...] | None:
+    if activation_limit is None:
         return None
-    if isinstance(memory_limit, Sequence):
-        if len(memory_limit) != ranks:
+    if isinstance(activation_limit, Sequence):
+        if len(activation_limit) != ranks:
             raise ScheduleError(
-                f"search: {len(memory_limit)} memory limits for {ranks} ranks; give one per rank "
-                "or one for all"
+                f"search: {len(activation_limit)} memory limits for {ranks} ranks; give one per "
+                "rank or one for all"
             )
-        return tuple(_number("memory_limit", limit) for limit in memory_limit)
-    return (_number("memory_limit", memory_limit),) * ranks
+        return tuple(_number("activation_limit", limit) for limit in activation_limit)
+    return (_number("activation_limit", activation_limit),) * ranks
 
 
 def _number(name: str, value: Time) -> Fraction:

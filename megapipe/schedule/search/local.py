@@ -1,10 +1,11 @@
 """Local search: tabu search along critical paths, and restarts from a shaken order.
 
-As in job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), a *block* is a
-run of critical operations that one rank performs without a gap, and an order gets shorter only if
-operations of a block change places. A move is judged by the longest path through the operations
-that it moves, with the heads and tails of the order before the move. The best move that is not
-forbidden is made, even where it makes the order longer; undoing it is then forbidden for a while.
+As in job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos 1998), a *critical
+block* is a sequence of operations of the critical path that one rank runs without idling. An order
+gets shorter only if operations of a critical block change places. A move is judged by the longest
+path through the operations that it moves, with the heads and tails of the order before the move.
+The best move that is not forbidden (tabu) is made, even if it makes the order longer; undoing it is
+then forbidden for some iterations.
 """
 
 import random
@@ -16,15 +17,15 @@ from megapipe.schedule.cost import Time
 from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 
 MOVES = 40
-"""Moves judged in one iteration, drawn from those of the critical path."""
+"""Maximum number of moves judged per iteration; more moves of a critical path are sampled."""
 TENURE = (8, 20)
 SHAKES = (10, 40)
 REACH = 6
-"""Places that an operation moves at most when an order is shaken."""
+"""Maximum distance, in indices of a rank's list, that an operation moves in :func:`shaken`."""
 
 
 class Move(NamedTuple):
-    """The operation at one place of a rank's list goes to another place."""
+    """A move of the operation at index `source` of a rank's list to index `target`."""
 
     rank: int
     source: int
@@ -38,7 +39,7 @@ def make(order: Order, move: Move) -> None:
 
 
 def copy(order: Order) -> Order:
-    """A copy that can be changed."""
+    """Return a copy that can be changed."""
     return [list(ops) for ops in order]
 
 
@@ -48,12 +49,13 @@ class Tabu:
     def __init__(self, problem: Problem, order: Order, rng: random.Random) -> None:
         self.problem, self.order, self.rng = problem, copy(order), rng
         self.forbidden: dict[tuple[int, int], int] = {}
-        """By pair of operations, until which iteration the first may not go before the second."""
+        """For a pair (a, b) of operations: iteration until which no move may put a before b."""
         self.iteration = 0
         self.held: dict[int, list[int]] = {}
 
     def run(self, iterations: int, target: Time) -> TimedOrder | None:
-        """The best order seen; None if the first one deadlocks."""
+        """Return the best order found; None if the initial order deadlocks. Stop early if an order
+        is as short as `target`."""
         problem = self.problem
         best: TimedOrder | None = None
         move: Move | None = None
@@ -84,7 +86,8 @@ class Tabu:
         return best
 
     def _parts(self, move: Move) -> tuple[int, int, list[int]]:
-        """The first place that changes, the operation that moves and those that it passes."""
+        """Return the first index that changes, the moved operation, and the operations that it
+        moves past."""
         rank, source, target = move
         ops = self.order[rank]
         if target > source:
@@ -92,7 +95,7 @@ class Tabu:
         return target, ops[source], ops[target:source]
 
     def _choose(self, ends: list[Time], tails: list[Time], best: Time) -> Move | None:
-        """The best move that is allowed; failing that, the best of the forbidden ones."""
+        """Return the best move that is not forbidden or, if all are, the best forbidden move."""
         self.held.clear()
         moves = [move for block in self._blocks(ends) for move in _moves(*block)]
         if len(moves) > MOVES:
@@ -112,31 +115,33 @@ class Tabu:
         return None if choice is None else choice[3]
 
     def _blocks(self, ends: list[Time]) -> Iterator[tuple[int, int, int]]:
-        """A critical path from its end, one of several by chance: rank, first and last place."""
+        """Yield the critical blocks of a random critical path, from its end, as (rank, first index,
+        last index)."""
         problem, order, rng = self.problem, self.order, self.rng
         offsets = problem.offsets(order, ends)
         lasts = [ends[ops[-1]] - offset for ops, offset in zip(order, offsets, strict=True)]
         value = max(lasts)
         rank = rng.choice([rank for rank, last in enumerate(lasts) if last == value])
-        place = stop = len(order[rank]) - 1
+        index = stop = len(order[rank]) - 1
         while True:
             ops = order[rank]
-            op = ops[place]
+            op = ops[index]
             start = ends[op] - problem.duration[op]
             need = problem.needs[op]
             sent = need < problem.size and ends[need] + problem.lag[op] == start
-            gapless = place > 0 and ends[ops[place - 1]] == start
+            gapless = index > 0 and ends[ops[index - 1]] == start
             if gapless and not (sent and rng.random() < 0.5):
-                place -= 1
+                index -= 1
                 continue
-            yield rank, place, stop
+            yield rank, index, stop
             if not sent:
                 return
             rank = problem.rank[need]
-            place = stop = order[rank].index(need)
+            index = stop = order[rank].index(need)
 
     def legal(self, move: Move) -> bool:
-        """Whether every operation stays after its input on the rank, and memory suffices."""
+        """Whether every operation stays after its input on the rank, and memory suffices, if the
+        move is made."""
         problem = self.problem
         first, moved, others = self._parts(move)
         if any(_depends(problem, before, after) for after, before in _pairs(move, moved, others)):
@@ -155,7 +160,7 @@ class Tabu:
         return True
 
     def _judge(self, move: Move, ends: list[Time], tails: list[Time]) -> Time:
-        """The longest path through the operations that the move touches, as estimated."""
+        """Estimate the longest path through the operations that the move affects."""
         problem = self.problem
         first, moved, others = self._parts(move)
         ops, segment = self.order[move.rank], _segment(move, moved, others)
@@ -187,13 +192,14 @@ class Tabu:
 
 
 def _moves(rank: int, first: int, last: int) -> Iterator[Move]:
-    """Within a block: neighbours change places, and any operation goes to either end."""
-    for place in range(first, last):
-        yield Move(rank, place, place + 1)
-    for place in range(first, last - 1):
-        yield Move(rank, place, last)
-    for place in range(first + 2, last + 1):
-        yield Move(rank, place, first)
+    """Yield the moves within a critical block: swaps of neighbours, and moves of any operation to
+    the first or last index of the block."""
+    for index in range(first, last):
+        yield Move(rank, index, index + 1)
+    for index in range(first, last - 1):
+        yield Move(rank, index, last)
+    for index in range(first + 2, last + 1):
+        yield Move(rank, index, first)
 
 
 def _segment(move: Move, moved: int, others: list[int]) -> list[int]:
@@ -201,14 +207,15 @@ def _segment(move: Move, moved: int, others: list[int]) -> list[int]:
 
 
 def _pairs(move: Move, moved: int, others: list[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of operations of which the move puts the first before the second."""
+    """Return the pairs (a, b) of operations for which the move puts a before b."""
     if move.target > move.source:
         return ((other, moved) for other in others)
     return ((moved, other) for other in others)
 
 
 def _depends(problem: Problem, before: int, after: int) -> bool:
-    """Whether the second of two operations of a rank directly needs the first one."""
+    """Whether operation `after` directly depends on operation `before` of the same rank: both are
+    in one stream, or `after` needs the output of `before`."""
     if before // problem.microbatches == after // problem.microbatches:
         return True
     weight = before >= problem.row and after == before + problem.row
@@ -216,7 +223,8 @@ def _depends(problem: Problem, before: int, after: int) -> bool:
 
 
 def shaken(problem: Problem, order: Order, rng: random.Random) -> Order:
-    """An order with some operations moved at random; it fits and does not deadlock."""
+    """Return an order with some operations moved at random; it keeps the memory limit and does not
+    deadlock."""
     tabu = Tabu(problem, order, rng)
     left = rng.randint(*SHAKES)
     for _ in range(4 * left):

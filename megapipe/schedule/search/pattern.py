@@ -1,8 +1,9 @@
 """Orders that repeat one pattern for every micro-batch, as building blocks do (2405.15362).
 
-A *pattern* gives each stream an offset in time, and micro-batch n follows n periods later. A rank
-runs its operations in the order of these times; only the order counts, the times need not be
-feasible. However little room there is, a pattern fits when its period is made long enough.
+A *pattern* gives each stream (one kind of operation at one stage) a start time for micro-batch 0,
+its *offset*; micro-batch n follows n periods later. A rank runs its operations in the order of
+these times. Only the order counts: the times need not be feasible. However little memory a rank
+has, a pattern keeps the limit if its period is long enough.
 """
 
 import random
@@ -11,18 +12,19 @@ from typing import NamedTuple
 from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 
 LATE_ACCEPTANCE = 20
-"""A change is accepted if it is no longer than the present order or that of so many changes ago."""
+"""History length of late acceptance: a changed pattern is accepted if its order is at most as long
+as the current order, or as the order that was current this number of changes ago."""
 
 
 class Pattern(NamedTuple):
-    """Offsets by stream, and the period."""
+    """Start time of micro-batch 0 in each stream, and the time between two micro-batches."""
 
     offsets: list[float]
     period: float
 
 
 class Patterns:
-    """Patterns for one problem."""
+    """Random patterns for one problem, and their improvement."""
 
     def __init__(self, problem: Problem, rng: random.Random) -> None:
         self.problem, self.rng = problem, rng
@@ -38,7 +40,7 @@ class Patterns:
         self.work = max(sum(self.duration[stream] for stream in row) for row in self.streams)
 
     def order(self, pattern: Pattern) -> Order:
-        """The order of a pattern."""
+        """Return the order of operations that a pattern defines."""
         m, (offsets, period) = self.problem.microbatches, pattern
         return [
             [
@@ -53,7 +55,8 @@ class Patterns:
         ]
 
     def sample(self) -> tuple[Pattern, TimedOrder] | None:
-        """A random pattern at the first period tried that fits; None where it deadlocks."""
+        """Return a random pattern and its order; None if the order deadlocks. The period is the
+        first one tried that keeps the memory limit."""
         offsets = self._offsets()
         period = self.work * self.rng.uniform(1, 1.1)
         while not self.problem.fits(order := self.order(Pattern(offsets, period))):
@@ -62,7 +65,8 @@ class Patterns:
         return None if timed is None else (Pattern(offsets, period), timed)
 
     def _offsets(self) -> list[float]:
-        """One micro-batch alone, with a random wait before each operation."""
+        """Return the start times of a micro-batch that is alone in the pipeline, with a random wait
+        before each operation."""
         rng, stages = self.rng, self.problem.stages
         waits = [rng.choice((0, 0, 0, rng.uniform(0, 2))) for _ in range(2)]
         jitter, delay = rng.choice((0, 0, 0.1, 0.3)), rng.choice((0, 0, 0.5, 1, 2))
@@ -80,7 +84,8 @@ class Patterns:
         return offsets
 
     def climb(self, pattern: Pattern, timed: TimedOrder, changes: int) -> TimedOrder:
-        """Late-acceptance hill climbing (Burke and Bykov 2017) by random changes of offsets."""
+        """Improve a pattern by late-acceptance hill climbing (Burke and Bykov 2017), with random
+        changes of offsets. Return the best order found."""
         best, current = timed, timed.value
         history = [current] * LATE_ACCEPTANCE
         for number in range(changes):
@@ -98,7 +103,8 @@ class Patterns:
         return best
 
     def _changed(self, pattern: Pattern) -> Pattern | None:
-        """A pattern with some offsets changed; None where I comes before F or W before I."""
+        """Return a pattern with some offsets changed; None if an I would come before its F, or a W
+        before its I."""
         rng, stages, period = self.rng, self.problem.stages, pattern.period
         offsets = list(pattern.offsets)
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -111,7 +117,7 @@ class Patterns:
                         offsets[stream + stages] += shift
             elif what == 1:
                 offsets[rng.randrange(len(offsets))] += shift
-            else:  # to a neighbour's side
+            else:  # next to another stream
                 moved, other = rng.sample(rng.choice(self.streams), 2)
                 periods = round((offsets[moved] - offsets[other]) / period)
                 aside = rng.choice((-1e-4, 1e-4))

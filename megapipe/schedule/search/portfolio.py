@@ -1,11 +1,13 @@
-"""The search for one problem: what is tried, and with how much effort.
+"""Search for one problem: the methods that are tried, and the effort that each method gets.
 
-1. Orders made by rules, by beam search and from random patterns and, where there are more
-   micro-batches than fill the pipeline, what a search with fewer finds, stretched.
-2. Tabu search from the best of them.
-3. From each of the few best, repeatedly: shake it, run a short tabu search, keep the better order.
+1. Orders are made by rules, by beam search and from random patterns. If there are more
+   micro-batches than fill the pipeline, orders from a search with fewer micro-batches are
+   stretched.
+2. Tabu search starts from the best of these orders.
+3. Each of the few best orders is shaken repeatedly; a short tabu search follows, and the better
+   order is kept.
 
-Effort is counted in operations timed, so what is found depends on the arguments alone.
+Effort is counted in operations timed, so the result depends on the arguments alone.
 """
 
 import random
@@ -22,27 +24,29 @@ from megapipe.schedule.search.problem import Order, Problem, TimedOrder
 from megapipe.schedule.search.stretch import stretched
 
 RULE, STATE, ITERATION, SHAKE = 13, 60, 5, 25
-"""Prices in timings of a whole order: a greedy pass, a state of the beam's width, an iteration of
-tabu search, and shaking an order."""
+"""Efforts of a greedy pass, one state of the beam, one iteration of tabu search, and shaking an
+order. The unit is the effort of timing a whole order once."""
 STRETCHED = 12
-"""How many orders of the search with fewer micro-batches are stretched."""
+"""Maximum number of orders from the search with fewer micro-batches that are stretched."""
 ELITE = 4
 POLISHED = 6
 WIDTH, SAMPLES, CLIMBS, CHANGES = 300, 200, 3, 300
-"""At most: states of the beam, random patterns, how many of them are improved, and how long."""
+"""Maximum numbers of beam states, random patterns, patterns to improve, and changes per pattern."""
 POLISH, RESTART = 300, 60
-"""Iterations of tabu search from an order as made, and from a shaken one."""
+"""Iterations of tabu search: at most POLISH from an order that another method has made, RESTART
+from a shaken order."""
 SLACK = 0.01
-"""How much longer than the best an order may be, as a share, for restarts to continue from it."""
+"""Maximum share by which an order may be longer than the best one and still replace the current
+order of the restarts."""
 
 
 class Portfolio:
     """A search with a limited effort.
 
     Args:
-        effort: operations that may be timed.
-        starts: returns orders of a problem to start from.
-        told: is called with the best value now and then.
+        effort: maximum number of operations to time.
+        starts: function that returns orders of a problem to start from.
+        progress: function that is called from time to time with the best value so far.
     """
 
     def __init__(
@@ -51,21 +55,21 @@ class Portfolio:
         effort: int,
         rng: random.Random,
         starts: Callable[[Problem], list[Order]] = lambda problem: [],
-        told: Callable[[Time], None] = lambda value: None,
+        progress: Callable[[Time], None] = lambda value: None,
     ) -> None:
         self.problem, self.effort, self.left, self.rng = problem, effort, effort, rng
-        self.starts, self.told = starts, told
+        self.starts, self.progress = starts, progress
         self.target = least(problem)
         self.pool: list[TimedOrder] = []
 
     def run(self) -> TimedOrder:
-        """The best order found."""
+        """Return the best order found."""
         for order in self.starts(self.problem):
             self._add(self.problem.timed(order))
         for make in (self._rules, self._shorter, self._beam, self._patterns):
             if not self._done():
                 make()
-                self.told(self.pool[0].value)
+                self.progress(self.pool[0].value)
         self._polish()
         self._restarts()
         return self.pool[0]
@@ -74,7 +78,8 @@ class Portfolio:
         return bool(self.pool) and self.pool[0].value <= self.target
 
     def _add(self, timed: TimedOrder | None) -> None:
-        """Keep an order; of equally good ones the first, as the others tend to be like it."""
+        """Add an order to the pool, unless the pool has one with an equal value: orders with equal
+        values tend to be similar."""
         if timed is not None and all(timed.value != other.value for other in self.pool):
             self.pool.append(timed)
             self.pool.sort(key=lambda each: each.value)
@@ -83,7 +88,8 @@ class Portfolio:
         self.left -= timings * self.problem.size
 
     def _affords(self, share: float, price: int) -> int:
-        """How many things at a price, in timings, a share of the effort buys."""
+        """Return how many attempts a share of the effort allows, if one attempt takes the effort of
+        timing `price` whole orders."""
         return int(min(share * self.effort, self.left) / (price * self.problem.size))
 
     def _rules(self) -> None:
@@ -135,7 +141,7 @@ class Portfolio:
                 if better is not None and better.value < timed.value:
                     self.pool.remove(timed)
                     self._add(better)
-                self.told(self.pool[0].value)
+                self.progress(self.pool[0].value)
 
     def _tabu(self, order: Order, iterations: int) -> TimedOrder | None:
         self._spend(ITERATION * iterations)
@@ -159,4 +165,4 @@ class Portfolio:
                 if new.value < best.value:
                     best = new
                     self._add(best)
-                    self.told(self.pool[0].value)
+                    self.progress(self.pool[0].value)

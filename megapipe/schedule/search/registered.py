@@ -1,4 +1,4 @@
-"""The registered schedules that a search competes with."""
+"""Registered schedules that a search has to beat."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from megapipe.schedule.timing.simulate import simulate
 
 
 class Candidate(NamedTuple):
-    """A schedule and its objective, as the simulator gives it."""
+    """A schedule, and its simulated objective (makespan or longest span)."""
 
     schedule: Schedule
     value: Time
@@ -23,16 +23,16 @@ class Candidate(NamedTuple):
 def objective_of(
     schedule: Schedule, cost: Cost, objective: Objective, policy: ReplicaPolicy
 ) -> Time:
-    """The makespan, or the longest span, that the simulator gives."""
+    """Simulate a schedule and return its makespan or longest span, whichever is the objective."""
     timeline = simulate(schedule, cost, policy)
     return timeline.makespan if objective == "makespan" else max(timeline.spans)
 
 
 def registered(problem: Problem, policy: ReplicaPolicy) -> list[Candidate]:
-    """The registered schedules on the problem's placement that keep its limits, the best first.
+    """Return the registered schedules on the problem's placement that keep its limits, best first.
 
-    Those that cut micro-batches or sequences, recompute or join operations are left out: a search
-    orders whole operations, at costs that are given for these.
+    Schedules that split micro-batches or sequences, recompute or join operations are omitted: a
+    search orders whole operations with fixed costs.
     """
     found = [
         Candidate(schedule, objective_of(schedule, problem.cost, problem.objective, policy))
@@ -53,22 +53,29 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _built(problem: Problem) -> Iterator[Schedule]:
-    """Every registered schedule, with the group sizes that differ most, where it is of use.
+    """Yield every registered schedule that a search can be compared with, each with several
+    values of microbatch_group_size if its generator has this option.
 
-    It is built with two micro-batches first: many generators turn out to be of no use then.
+    A schedule is first built with two micro-batches, to test at low cost whether it is usable.
     """
     ranks, m = problem.placement.ranks, problem.microbatches
     hints: dict[str, Any] = {"cost": problem.cost, "chunks": max(1, problem.stages // ranks)}
     if problem.limits is not None:
-        hints["memory_limit"] = min(problem.limits)
+        hints["activation_limit"] = min(problem.limits)
     groups = [None, *sorted({-(-ranks // 2), 2 * ranks, m} - {ranks})]
     for name in names():
         taken = accepts(name)
         options = {what: value for what, value in hints.items() if what in taken}
-        for group in groups if "group" in taken else [None]:
+        for group in groups if "microbatch_group_size" in taken else [None]:
             for size in sorted({min(m, 2), m}):
                 try:
-                    schedule = build(name, ranks=ranks, microbatches=size, group=group, **options)
+                    schedule = build(
+                        name,
+                        ranks=ranks,
+                        microbatches=size,
+                        microbatch_group_size=group,
+                        **options,
+                    )
                 except ScheduleError:
                     break
                 if not _plain(schedule) or schedule.placement != problem.placement:

@@ -30,48 +30,49 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "v": vee,
     "wave": lambda ranks: wave(ranks, 2),
 }
-"""Placements by name; their ranks have 1, 2, 2 and 4 chunks."""
+"""Functions from a number of ranks to a placement, by the placement's name."""
 STARTS = 4
-"""Registered schedules to start from, the best ones."""
+"""Maximum number of registered schedules from which a search starts; it takes the best ones."""
 FULL, SMALL, LEAST = 15_000_000, 3000, 40
-"""The default effort: FULL operations timed on one placement for schedules of up to SMALL
-operations, falling with the cube of the size above, but no less than LEAST whole orders."""
+"""Default effort on one placement: for schedules of up to SMALL operations, FULL operations are
+timed. For larger schedules the effort falls with the cube of the size, but at least LEAST whole
+orders are timed."""
 
 
 COMPARED = 16
-"""Orders of each kind that are timed with gathers and reductions, where there are any; these
-timings come on top of the effort."""
+"""Maximum number of best orders of a portfolio that are simulated with gathers and reductions; only
+one if these take no time. The effort does not include these simulations."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search. Times are those of the simulator."""
+    """The result of a search. Times are in the unit of the cost, as the simulator's are."""
 
     schedule: Schedule
-    """Its name is "searched", or that of a registered one that could not be beaten."""
+    """The schedule found, named "searched", or a registered one that could not be beaten."""
     value: Time
-    """The schedule's makespan, or its longest span."""
+    """Makespan or longest span of the schedule, whichever is the objective."""
     lower_bound: Time
-    """No schedule on any of the placements takes less; one that takes this need not exist."""
+    """Lower bound of `value` for all schedules on the placements; it can be unreachable."""
     baseline: str | None
-    """The best registered schedule that fits; None where none does."""
+    """Name of the best registered schedule within the memory limit; None if none is within it."""
     baseline_value: Time | None
     evaluations: int
-    """Effort spent over all placements, in timings of a whole order."""
+    """Effort spent on all placements, as the number of times that a whole order was timed."""
 
     @property
     def placement(self) -> Placement:
-        """Where the stages of the schedule live."""
+        """Placement of the schedule's stages."""
         return self.schedule.placement
 
 
 class Progress(NamedTuple):
-    """How far a search is."""
+    """Progress of a search."""
 
     placement: Placement
-    """The placement that is searched now."""
+    """The placement that is being searched."""
     value: Time
-    """The best value found on it so far."""
+    """Best value found on this placement so far."""
 
 
 def search(
@@ -81,7 +82,7 @@ def search(
     cost_of: Callable[[Placement], Cost],
     policy: ReplicaPolicy = REPLICAS,
     placements: Sequence[Placement | str] = tuple(PLACEMENTS),
-    memory_limit: MemoryLimit = None,
+    activation_limit: MemoryLimit = None,
     accounting: Accounting = "held",
     freed: Time = 0,
     objective: Objective = "makespan",
@@ -91,51 +92,54 @@ def search(
 ) -> SearchResult:
     """Find a schedule for uneven stages, latency and a memory limit.
 
-    The schedule keeps the limit, and is at least as good as every registered schedule on one of the
-    placements that keeps the limit too. Equal arguments give equal results.
+    The schedule keeps the limit. It is at least as good as every registered schedule that keeps the
+    limit and has one of the `placements`. Equal arguments give equal results.
 
     Args:
         ranks: pipeline ranks.
         microbatches: micro-batches per step.
-        cost_of: what operations cost on a placement; jitter is left out. Orders are improved
-            without gathers and reductions, which count when the best ones are compared.
-        policy: when replicas gather and reduce.
-        placements: where to search: placements with one direction, or names of :data:`PLACEMENTS`.
-        memory_limit: micro-batches of a full rank that may be alive at once, one number for all
-            ranks or one for each; None: no limit.
-        accounting: "held" counts an activation from F to W; "weighted" frees a share at I.
-        freed: that share, from 0 to 1.
-        objective: "makespan", or "span": the longest time from a rank's own first start to its
-            own last end.
-        evaluations: effort on each placement, in timings of a whole order; default: some seconds
-            for small schedules, some tens of microseconds per operation for large ones.
-        seed: of the random choices.
-        progress: is called now and then.
+        cost_of: function that returns the costs on a placement; jitter is ignored. Gathers and
+            reductions count only when the best orders are compared at the end.
+        policy: when data-parallel replicas gather weights and reduce gradients.
+        placements: placements to search, with one direction, or names of :data:`PLACEMENTS`.
+        activation_limit: memory limit, one number for all ranks or one per rank. The unit is the
+            activations of one micro-batch on a rank with 1 / ranks of the model. None: no limit.
+        accounting: "held" counts an activation fully from F to W; "weighted" counts only the share
+            1 - `freed` of it after I.
+        freed: share of an activation that I frees, from 0 to 1.
+        objective: what is minimized: "makespan", or "span", the maximum over ranks of the time from
+            a rank's first start to its last end.
+        evaluations: effort on each placement, as the number of times that a whole order can be
+            timed. Default: some seconds for small schedules, some tens of microseconds per
+            operation for large ones.
+        seed: seed of the random choices.
+        progress: function that is called with the progress from time to time.
 
     Raises:
         ScheduleError: no schedule keeps the limit, or an argument is out of range.
     """
     if evaluations is not None and evaluations < 1:
         raise ScheduleError(f"search: evaluations must be at least 1, not {evaluations}")
-    where = list(dict.fromkeys(_placement(each, ranks) for each in placements))
-    if not where:
+    candidates = list(dict.fromkeys(_placement(each, ranks) for each in placements))
+    if not candidates:
         raise ScheduleError("search: no placement was given; at least one is needed")
     terms: _Terms = {
-        "memory_limit": memory_limit,
+        "activation_limit": activation_limit,
         "accounting": accounting,
         "freed": freed,
         "objective": objective,
     }
     rng = random.Random(seed)
     sites = [
-        _Site(placement, microbatches, cost_of(placement), policy, terms) for placement in where
+        _Site(placement, microbatches, cost_of(placement), policy, terms)
+        for placement in candidates
     ]
     sites = [site for site in sites if can_run(site.problem)]
     if not sites:
-        smallest = min(map(least_limit, where))
+        smallest = min(map(least_limit, candidates))
         raise ScheduleError(
-            f"search: memory_limit {memory_limit} is too small on every placement; {smallest} "
-            "micro-batches of a full rank is the least that lets one through"
+            f"search: activation_limit {activation_limit} is too small on every placement; it must "
+            f"be at least {smallest}, so that one micro-batch can pass all stages"
         )
     rivals = [rival for site in sites for rival in site.rivals]
     baseline = min(rivals, key=_value, default=None)
@@ -144,7 +148,7 @@ def search(
         if best is None or site.bound < best.value:
             found = site.hunt(evaluations, rng, progress)
             best = found if best is None else min(best, found, key=_value)
-    assert best is not None  # there is a site, and the first one is hunted without a baseline
+    assert best is not None  # there is a site, and without a baseline the first site is searched
     return SearchResult(
         schedule=best.schedule,
         value=best.value,
@@ -156,14 +160,14 @@ def search(
 
 
 class _Terms(TypedDict):
-    memory_limit: MemoryLimit
+    activation_limit: MemoryLimit
     accounting: Accounting
     freed: Time
     objective: Objective
 
 
 class _Site:
-    """The search on one placement. Inside, costs are whole numbers, `scale` times as large."""
+    """Search on one placement. Its costs are converted to whole numbers, `scale` times as large."""
 
     def __init__(
         self,
@@ -180,24 +184,25 @@ class _Site:
         self.spent = 0
 
     def time(self, value: Time) -> Time:
-        """A time in the units of the given costs."""
+        """Convert a time of the search to the unit of the caller's costs."""
         return plain(ratio(value, self.scale))
 
     @cached_property
     def bound(self) -> Time:
-        """No schedule here takes less."""
+        """Lower bound of the objective for all schedules on this placement."""
         return self.time(lower_bound(self.placement, self.microbatches, self.cost, **self.terms))
 
     @cached_property
     def rivals(self) -> list[Candidate]:
-        """The registered schedules here, the best first."""
+        """The registered schedules on this placement, best first."""
         found = registered(self.problem, self.policy)
         return [rival._replace(value=self.time(rival.value)) for rival in found]
 
     def hunt(
         self, evaluations: int | None, rng: random.Random, progress: Callable[[Progress], None]
     ) -> Candidate:
-        """The best schedule found, with split and, where that may pay, with fused backwards."""
+        """Search and return the best schedule found: with split backwards and, if B is shorter than
+        I + W on any stage, also with fused backwards."""
         problems = [self.problem]
         _, fused, back, weight = self.cost.table(self.placement.stages)[:4]
         if any(b < i + w for b, i, w in zip(fused, back, weight, strict=True)):
@@ -225,7 +230,7 @@ class _Site:
         return min(found, key=_value)
 
     def _starts(self, problem: Problem) -> list[Order]:
-        """The best registered schedules, as far as they are orders of the problem."""
+        """Return the best registered schedules as orders, if they can be written as such."""
         rivals = self.rivals
         if problem.microbatches < self.microbatches:
             rivals = registered(problem, self.policy) if problem.size <= SMALL else []
@@ -251,6 +256,6 @@ def _placement(given: Placement | str, ranks: int) -> Placement:
         return given
     if given not in PLACEMENTS:
         raise ScheduleError(
-            f"search: placement {given!r} is unknown; the known ones are {', '.join(PLACEMENTS)}"
+            f"search: placement {given!r} is unknown; known placements are {', '.join(PLACEMENTS)}"
         )
     return PLACEMENTS[given](ranks)

@@ -1,17 +1,18 @@
-"""When a rank's stages are gathered and reduced over its data-parallel peers.
+"""Timing of the gathers and reductions of stages over data-parallel peers.
 
 The programs of :mod:`megapipe.schedule.data_parallel` say where these collectives begin and where a
-rank waits for them, so a simulation and a training step cannot differ in that. Every rank has one
-lane for them, beside computation and messages: they run one at a time, in the program's order.
-Operations wait for their weights. Under ZeRO-2 and 3, where two stages at most have memory for
-gradients (:mod:`megapipe.optim.optimizer`), a rank waits before a run of weight gradients
-(ALLOC_GRADS) until all reductions but the latest are over, and any reduction of the same stage. A
-reduction in buckets begins within the operation that completes them.
+rank waits for them, so a simulation and a training step agree on both. Every rank has one queue for
+collectives, next to computation and messages: collectives run one at a time, in the program's
+order. Operations wait for their weights. Under ZeRO-2 and 3 at most two stages have memory for
+gradients (:mod:`megapipe.optim.optimizer`). So before a run of weight gradients (ALLOC_GRADS) a
+rank waits for all reductions except the latest, and for any reduction of the same stage. A
+reduction in buckets begins within the operation that completes the gradients.
 
-A stage with several holders is reduced when the programs and the lanes of all have come to it, and
-all take part from start to end; later collectives on their lanes wait. Each holder gathers weights
-for itself. One thing is not in the programs: under ZeRO-0, 1 and 2 all gathers begin at the end of
-the step before, here from time 0 on, in the order in which the rank uses its stages.
+A stage with several holders is reduced when the programs and queues of all holders have come to the
+reduction, and all holders take part from start to end; later collectives in their queues wait. Each
+holder gathers weights for itself. The gathers of ZeRO-0, 1 and 2 are not in the programs: they
+begin at the end of the previous step (time 0 of a simulation), in the order in which the rank uses
+its stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from megapipe.schedule.timing.times import OpTimes
 
 
 class Interval(NamedTuple):
-    """When a rank gathers or reduces one of its stages."""
+    """Start and end of a rank's gather or reduction of one stage."""
 
     stage: int
     rank: int
@@ -34,27 +35,27 @@ class Interval(NamedTuple):
     end: Time
 
     def scaled(self, per_unit: int) -> "Interval":
-        """The interval, which is in ticks, in a unit of `per_unit` ticks."""
+        """Convert the interval from ticks to a unit of `per_unit` ticks."""
         times = (scaled(time, per_unit) for time in (self.start, self.end))
         return Interval(self.stage, self.rank, *times)
 
 
 class Stop(NamedTuple):
-    """Where a rank's program has an action between operations."""
+    """A data-parallel action in a rank's program, at which the rank's simulation stops."""
 
     done: int
-    """Operations before the action."""
+    """Number of operations before the action."""
     action: Action
     in_buckets: bool = False
-    """A REDUCE that begins within the operation before it, as buckets are complete."""
+    """Whether this is a REDUCE that begins within the operation before it, bucket by bucket."""
 
 
 class CollectiveQueue:
     """The gathers and reductions of one rank, begun one after the other.
 
-    A simulation runs the rank's operations up to the next of its `stops`, calls :meth:`act`, and
-    goes on at the time that it returns unless the lane is :attr:`held`. `gathers` and `reductions`
-    are those begun so far. `company` has, by stage with several holders, the lanes of all holders.
+    A simulation runs the rank's operations up to the next stop, calls :meth:`act`, and continues at
+    the returned time unless the queue is :attr:`held`. `gathers` and `reductions` list what has
+    begun so far. `company` maps each stage with several holders to the queues of all holders.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class CollectiveQueue:
         self._gather, self._reduce, self._buckets = times.gather, times.reduce, times.buckets
         self._gathered: dict[int, Time] = {}
         self._reduced: dict[int, Time] = {}
-        """By stage, when its latest reduction ends."""
+        """End of the latest reduction of each stage."""
         self._last: Time = 0
-        """When the latest reduction ends, and when all before it have."""
+        """End of the latest reduction."""
         self._before_last: Time = 0
+        """End of all reductions before the latest."""
         self._meeting: tuple[int, Time] | None = None
-        """The stage that this lane has come to reduce with others, and when."""
+        """Stage that this queue is ready to reduce with other holders, and since which time."""
         self.stops = self._stops(ops, actions)
-        """The stops to come, the next one last."""
+        """Remaining stops in reverse order: the next stop is at the end."""
         if times.policy.zero < 3:
             for action in actions:
                 if action.do == ActionKind.WAIT_WEIGHTS:
@@ -91,12 +93,12 @@ class CollectiveQueue:
 
     @property
     def next_stop(self) -> int:
-        """How many operations come before the next stop, or in all."""
+        """Number of operations before the next stop, or of all operations if no stop remains."""
         return self.stops[-1].done if self.stops else self._length
 
     def _stops(self, ops: Sequence[int], actions: Sequence[Action]) -> list[Stop]:
-        """The stops of a program, the last first. Two joined operations run as one: an action
-        between them is done before both, a reduction after both."""
+        """Return the stops of a program in reverse order. Two joined operations run as one: a
+        reduction between them is done after both, any other action before both."""
         found: list[Stop] = []
         index = 0
         completed_within = last_gradients(actions)
@@ -111,7 +113,7 @@ class CollectiveQueue:
 
     @property
     def held(self) -> bool:
-        """Whether the lane waits for other holders to come to its next reduction."""
+        """Whether the queue waits for other holders to come to its next reduction."""
         return self._meeting is not None
 
     def _takes_time(self, action: Action) -> bool:
@@ -125,11 +127,12 @@ class CollectiveQueue:
         )
 
     def gathered(self, stage: int) -> Time:
-        """When a stage's latest gathered weights are there; 0 where gathering takes no time."""
+        """Return when a stage's gathered weights are ready; 0 if gathering takes no time."""
         return self._gathered.get(stage, 0)
 
     def act(self, began: Time, ended: Time, now: Time) -> tuple[Time, list[int]]:
-        """Do the action of the next stop; returns when the rank goes on, and which ranks may.
+        """Do the action of the next stop; return when this rank continues and which ranks can go
+        on.
 
         The operation before the stop ran from `began` to `ended`, and its message is sent by `now`.
         """
@@ -147,7 +150,8 @@ class CollectiveQueue:
         return now, [self.rank]
 
     def _meet(self, stage: int, ready: Time) -> list[int]:
-        """Reduce a stage as soon as all its holders have come; the ranks that may go on."""
+        """Reduce a stage as soon as the queues of all its holders have come to the reduction;
+        return the ranks that can continue."""
         self._meeting = stage, ready
         company = self._company[stage]
         come = [lane._meeting for lane in company if lane._meeting is not None]
@@ -161,8 +165,8 @@ class CollectiveQueue:
         return [lane.rank for lane in company]
 
     def _begin_reduce(self, stage: int, began: Time, ended: Time) -> None:
-        """Reduce each bucket of a stage as soon as its gradients are ready and the lane is free;
-        they are completed from `began` to `ended`."""
+        """Reduce each bucket of a stage as soon as its gradients are ready and the queue is free;
+        the gradients are completed from `began` to `ended`."""
         for bucket in self._buckets[stage]:
             ready = plain(began + bucket.after * (ended - began))
             end = self._next(
@@ -175,7 +179,7 @@ class CollectiveQueue:
         self._gathered[stage] = self._next(self.gathers, stage, ready, self._gather[stage])
 
     def _next(self, done: list[Interval], stage: int, ready: Time, time: Time) -> Time:
-        """Put a collective of length `time` on the lane; returns its end."""
+        """Put a collective that takes `time` into the queue and into `done`; return its end."""
         if not time:
             return ready
         start = max(ready, self.free)
@@ -185,7 +189,7 @@ class CollectiveQueue:
 
 
 def make_lanes(schedule: Schedule, times: OpTimes) -> list[CollectiveQueue]:
-    """A lane for each rank; no lanes where neither gathers nor reductions take time."""
+    """Make a queue for each rank; return no queues if neither gathers nor reductions take time."""
     placement = schedule.placement
     if not any((*times.gather, *times.reduce)):
         return []
@@ -209,7 +213,7 @@ def replay(
     starts: Sequence[Sequence[Time]],
     ends: Sequence[Sequence[Time]],
 ) -> None:
-    """Run all stops of the lanes, given each rank's `starts` and `ends` of operations."""
+    """Do the actions of all queues, given the `starts` and `ends` of each rank's operations."""
     ready = [lane.rank for lane in lanes]
     while ready:
         lane = lanes[ready.pop()]
@@ -222,7 +226,7 @@ def replay(
 
 
 def complete(lanes: Sequence[CollectiveQueue]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
-    """All gathers, by rank and start, and all reductions, by start."""
+    """Return all gathers, sorted by rank and start, and all reductions, sorted by start."""
     assert not any(lane.stops or lane.held for lane in lanes), "ranks wait for each other"
     gathers = (each for lane in lanes for each in lane.gathers)
     reductions = (each for lane in lanes for each in lane.reductions)

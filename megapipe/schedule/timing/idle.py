@@ -1,13 +1,13 @@
-"""Why ranks are idle.
+"""Idle time of ranks, by cause.
 
-Within the makespan a rank's time that is not computation is
+Within the makespan a rank's time without computation has four causes:
 
 - *warm-up*: before the first backward of the rank starts;
 - *drain*: after its last forward has ended, exposed reductions included;
-- and in between *waiting*, while the message that the next operation needs is on its way (or is
-  being sent, where messages do not overlap with computation), the parameters of its stage are
-  gathered or a reduction is to be over first, and *imbalance*, while the operation that makes the
-  message has not ended yet.
+- *waiting*, in between: the message that the next operation needs is in flight (or is being sent,
+  if messages do not overlap with computation), the parameters of its stage are gathered, or a
+  reduction has to end first;
+- *imbalance*, in between: the operation that makes the needed message has not ended yet.
 
 A rank without a backward has warm-up until its first operation and drain after its last.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from megapipe.schedule.cost import Time
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_MASK, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, Kind
 from megapipe.schedule.timing.simulate import Timeline
 from megapipe.schedule.timing.ticks import (
@@ -43,9 +43,9 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline) -> tuple[Idle, ...]:
-    """Idle time by cause, per rank; of a simulated or a measured timeline.
+    """Return the idle time by cause, per rank, for a simulated or a measured timeline.
 
-    The four add up to makespan less busy time.
+    The four causes add up to the makespan minus busy time.
     """
     dependencies = Dependencies(timeline.schedule)
     need = np.array(dependencies.base[0])
@@ -80,10 +80,11 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
 
 
 def typical_latency(timeline: Timeline) -> Time:
-    """The median time from the end of an operation to the start of one on another rank that waited
-    for its message: the upper median over all that waited, 0 where none did.
+    """Return the median message latency: the time from the end of an operation to the start of the
+    operation on another rank that waited for its message.
 
-    An operation waited for its message if its rank was idle when the message was sent.
+    An operation waited for its message if its rank was idle when the message was sent. The median
+    is the upper one for an even number of operations, and 0 if no operation waited.
     """
     dependencies = Dependencies(timeline.schedule)
     lists = [dependencies.codes(rank) for rank in range(len(timeline.start_ticks))]
@@ -98,7 +99,8 @@ def typical_latency(timeline: Timeline) -> Time:
 
 
 def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: Timeline) -> Numbers:
-    """By slot, the tick at which its operation ended; the beginning for what is always there."""
+    """Return the time, in ticks, at which each result is made, by result number; for results that
+    always exist, the beginning of the timeline."""
     make = np.array(dependencies.base[1])
     columns = [_numbers(ends) for ends in timeline.end_ticks]
     made = np.empty(dependencies.slots, np.result_type(*columns))
@@ -107,24 +109,25 @@ def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: T
     made[:] = Wide(made.itemsize // 8, cast("list[int]", begin)).rows if wide else begin
     for listed, ends in zip(lists, columns, strict=True):
         codes = np.array(listed, np.int64)
-        made[make[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)] = ends
+        made[make[codes & LOW] + (codes >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)] = ends
     return made
 
 
 def _made_for(codes: Numbers, need: Numbers, made: Numbers) -> Numbers:
-    """When the inputs of operations were made."""
-    return made[need[codes & LOW] + (codes >> PIECE_SHIFT & PIECES)]
+    """Return the time at which the input of each operation in `codes` was made."""
+    return made[need[codes & LOW] + (codes >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)]
 
 
 def _numbers(times: Sequence[Time]) -> Numbers:
-    """Times as an array, with Python numbers as elements where they are not packed."""
+    """Return times as an array; its elements are Python numbers if the times are not packed."""
     if isinstance(times, Wide):
         return times.rows
     return np.array(times) if isinstance(times, array) else np.array(list(times), object)
 
 
 def _phases(listed: Numbers) -> tuple[int, int]:
-    """Index of the first backward and of the last forward; 0 and the last without a backward."""
+    """Return the indices of the first backward and the last forward in a list of codes; without a
+    backward, 0 and the length of the list."""
     kinds = listed & KIND_MASK
     backwards = np.flatnonzero((kinds == Kind.I) | (kinds == Kind.B))
     forwards = np.flatnonzero(kinds == Kind.F)

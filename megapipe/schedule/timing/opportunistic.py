@@ -1,9 +1,9 @@
-"""Varuna's opportunistic deviation (2111.04007), simulated: ranks that do not wait in order.
+"""Simulation of ranks that deviate from their lists instead of waiting (Varuna, 2111.04007).
 
-A static list is made for expected times. Where operations take longer or shorter than that, its
-head may still wait for a message when an operation behind it could run. The executor keeps to the
-list, so that results are the same bitwise and memory is as promised; this module says what that
-costs. A rank that deviates runs forwards ahead and may hold more activations.
+A schedule is made for expected times. If operations take longer or shorter, the next operation of a
+list may still wait for a message when a later one could run. The executor keeps to the list, so
+that results are bitwise the same and memory is as promised; this module computes how much time that
+costs. A rank that deviates runs forwards ahead and can hold more activations.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_MASK, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, STAGE_SHIFT, Schedule, packed
 from megapipe.schedule.timing.data_parallel import complete, make_lanes, replay
 from megapipe.schedule.timing.simulate import Timeline
@@ -22,33 +22,35 @@ from megapipe.schedule.timing.times import OpTimes
 def deviate(
     schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy = REPLICAS
 ) -> Timeline:
-    """Time a valid schedule whose ranks, if their next operation waits, may run another one of the
-    `window` next ones: the first whose input is there.
+    """Simulate a valid schedule whose ranks deviate: if a rank's next operation has to wait, the
+    rank runs the first of its next `window` operations that has its input.
 
     Operations of one kind at one stage keep their order, and every operation takes as long as in
-    :func:`~megapipe.schedule.timing.simulate.simulate`, jitter included. The timeline's schedule
-    has the lists as they were run.
+    :func:`~megapipe.schedule.timing.simulate.simulate`, jitter included. The schedule of the
+    returned timeline has its lists in the order in which operations ran.
 
     Raises:
         ScheduleError: a window below 1, a schedule with joined operations or slices, or ZeRO-2 or
-            3, whose gathers and reductions go with a fixed order.
+            3, whose gathers and reductions need a fixed order.
     """
     if window < 1:
-        raise ScheduleError(f"schedule {schedule.name}: the window must be at least 1: {window}")
+        raise ScheduleError(
+            f"schedule {schedule.name}: the window must be at least 1, not {window}"
+        )
     if schedule.slices > 1 or any(max(ops, default=0) >= JOINED for ops in schedule.ops):
         raise ScheduleError(
-            f"schedule {schedule.name}: slices and joined operations have no other order"
+            f"schedule {schedule.name}: ranks cannot deviate if it has slices or joined operations"
         )
     if policy.zero >= 2 and cost.has_replicas(schedule.placement.stages):
         raise ScheduleError(
-            f"schedule {schedule.name}: ZeRO-{policy.zero} gathers and reduces as a fixed order "
-            "asks for; deviate with zero 0 or 1"
+            f"schedule {schedule.name}: ZeRO-{policy.zero} gathers and reduces between operations "
+            "in a fixed order, so ranks cannot deviate; use zero 0 or 1"
         )
     return _Run(schedule, cost, window, policy).timeline()
 
 
 class _Run:
-    """All ranks, and the events at which one may have something to do."""
+    """Event loop over all ranks; an event is a time at which a rank might be able to continue."""
 
     def __init__(self, schedule: Schedule, cost: Cost, window: int, policy: ReplicaPolicy) -> None:
         self.schedule, self.cost, self.window = schedule, cost, window
@@ -68,10 +70,10 @@ class _Run:
         self.lanes = make_lanes(schedule, self.times)
         need, _ = self.dependencies.base
         self.arrived: dict[int, Time] = {
-            self.dependencies.always + piece: 0 for piece in range(self.dependencies.pieces)
+            self.dependencies.always + item: 0 for item in range(self.dependencies.work_items)
         }
         self.consumer = {
-            need[code & LOW] + (code >> PIECE_SHIFT & PIECES): rank
+            need[code & LOW] + (code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK): rank
             for rank in ranks
             for code in codes[rank]
         }
@@ -113,18 +115,19 @@ class _Run:
         )
 
     def _choose(self, rank: int, now: Time) -> tuple[int | None, Time | None]:
-        """The place in the list of what to run now, or else when the next input arrives."""
+        """Return (index in `pending` of the operation to run now, None). If none can run now,
+        return (None, time at which the first one can run, or None if that is not known)."""
         need, _ = self.dependencies.base
         passed: set[int] = set()  # kinds at stages: their operations keep their order
-        begun: set[tuple[int, int]] = set()  # (node, piece): its operations need each other
+        begun: set[tuple[int, int]] = set()  # (node, item): its operations need each other
         soon: Time | None = None
         for place, (_, code, _) in enumerate(self.pending[rank][: self.window]):
-            low, piece = code & LOW, code >> PIECE_SHIFT & PIECES
-            at = low >> STAGE_SHIFT, piece
+            low, item = code & LOW, code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
+            at = low >> STAGE_SHIFT, item
             blocked = low in passed or at in begun
             passed.add(low)
             begun.add(at)
-            end = self.arrived.get(need[low] + piece)
+            end = self.arrived.get(need[low] + item)
             if blocked or end is None:
                 continue
             stage = (low >> STAGE_SHIFT) % self.dependencies.stages
@@ -135,17 +138,17 @@ class _Run:
         return None, soon
 
     def _gathered(self, rank: int, stage: int) -> Time:
-        """When the weights of a stage are there."""
+        """Return the time at which the gathered weights of a stage are ready."""
         return self.lanes[rank].gathered(stage) if self.lanes else 0
 
     def _execute(self, rank: int, place: int, now: Time) -> int:
-        """Run an operation of the list; the slot that it fills."""
+        """Run the operation at index `place` of `pending`; return the number of its result."""
         index, code, length = self.pending[rank].pop(place)
         low = code & LOW
         self.lists[rank].append(self.schedule.ops[rank][index])
         self.starts[rank].append(now)
         self.ends[rank].append(now + length)
         self.free[rank] = now + length + self.times.hold[low]
-        made = self.dependencies.base[1][low] + (code >> PIECE_SHIFT & PIECES)
+        made = self.dependencies.base[1][low] + (code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)
         self.arrived[made] = self.free[rank]
         return made

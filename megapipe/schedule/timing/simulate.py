@@ -1,7 +1,8 @@
-"""When each operation runs, given what it costs.
+"""Simulation: when each operation of a schedule runs, given the costs of operations and messages.
 
-Every rank runs its list in order and starts an operation as soon as the one before it has ended
-and its input has arrived, so each start is the longest path to it: one pass, no event queue.
+Every rank runs its list in order and starts an operation as soon as the one before it has ended and
+its input has arrived. So each start is the longest path to the operation: one pass, without an
+event queue.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, ratio
 from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_MASK, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, Schedule
 from megapipe.schedule.timing.data_parallel import Interval, complete, make_lanes
 from megapipe.schedule.timing.ticks import (
@@ -33,31 +34,32 @@ from megapipe.schedule.wavefront import Wavefront
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time. Times are exact where the costs are whole numbers or fractions."""
+    """A schedule in time. Times are exact if the costs are whole numbers or fractions."""
 
     schedule: Schedule
     start_ticks: tuple[Sequence[Time], ...]
-    """start_ticks[rank][n] is the start of operation n of the rank; the step begins at 0. Two
-    joined operations start and end together."""
+    """start_ticks[rank][n] is the start of operation n in the rank's list; the step begins at 0.
+    Two joined operations start and end together."""
     end_ticks: tuple[Sequence[Time], ...]
     cost: Cost
     gather_ticks: tuple[Interval, ...] = ()
-    """When parameters are gathered, by rank and start; none where that takes no time."""
+    """All-gathers of parameters, sorted by rank and start; empty if they take no time."""
     reduction_ticks: tuple[Interval, ...] = ()
-    """When gradients are reduced, by start, on each holder of a stage; none where that takes no
-    time."""
+    """Reductions of gradients on each holder of a stage, sorted by start; empty if
+    instantaneous."""
     policy: ReplicaPolicy = REPLICAS
     per_unit: int = 1
-    """Ticks per unit of the costs' time, in which all times not named ticks are given."""
+    """Number of ticks per unit of the costs' time. Times without "ticks" in their names are in the
+    unit of the costs."""
 
     @cached_property
     def starts(self) -> tuple[Sequence[Time], ...]:
-        """starts[rank][n] is the start of operation n of the rank."""
+        """starts[rank][n] is the start of operation n in the rank's list."""
         return self._times(self.start_ticks)
 
     @cached_property
     def ends(self) -> tuple[Sequence[Time], ...]:
-        """ends[rank][n] is the end of operation n of the rank."""
+        """ends[rank][n] is the end of operation n in the rank's list."""
         return self._times(self.end_ticks)
 
     def _times(self, ticks: tuple[Sequence[Time], ...]) -> tuple[Sequence[Time], ...]:
@@ -67,22 +69,22 @@ class Timeline:
 
     @cached_property
     def gathers(self) -> tuple[Interval, ...]:
-        """When parameters are gathered, by rank and start."""
+        """All-gathers of parameters, sorted by rank and start."""
         return tuple(each.scaled(self.per_unit) for each in self.gather_ticks)
 
     @cached_property
     def reductions(self) -> tuple[Interval, ...]:
-        """When gradients are reduced, by start, on each holder of a stage."""
+        """Reductions of gradients, one entry per holder of the stage, sorted by start."""
         return tuple(each.scaled(self.per_unit) for each in self.reduction_ticks)
 
     @cached_property
     def begin_ticks(self) -> Time:
-        """The first start of all, of operations and gathers."""
+        """Earliest start of all operations and gathers."""
         return min([self._first, *(each.start for each in self.gather_ticks)])
 
     @cached_property
     def finish_ticks(self) -> Time:
-        """The last end of all, of operations and reductions."""
+        """Latest end of all operations and reductions."""
         return max([self._last, *(each.end for each in self.reduction_ticks)])
 
     @property
@@ -94,32 +96,32 @@ class Timeline:
         return max(ends[-1] for ends in self.end_ticks if ends)
 
     def time(self, ticks: Time) -> Time:
-        """Ticks in the unit of the costs."""
+        """Convert ticks to the unit of the costs."""
         return scaled(ticks, self.per_unit)
 
     @property
     def begin(self) -> Time:
-        """The first start of all, of operations and gathers."""
+        """Earliest start of all operations and gathers."""
         return self.time(self.begin_ticks)
 
     @property
     def makespan(self) -> Time:
-        """From the first start to the last end over all ranks, with gathers and reductions."""
+        """Time from the first start to the last end over all ranks, with gathers and reductions."""
         return self.time(self.finish_ticks - self.begin_ticks)
 
     @property
     def exposed_gather(self) -> Time:
-        """The part of the makespan before the first operation of all: gathers alone."""
+        """Time before the first operation on any rank, in which only gathers run."""
         return self.time(self._first - self.begin_ticks)
 
     @property
     def exposed_reduce(self) -> Time:
-        """The part of the makespan after the last operation of all: reductions alone."""
+        """Time after the last operation on any rank, in which only reductions run."""
         return self.time(self.finish_ticks - self._last)
 
     @cached_property
     def spans(self) -> tuple[Time, ...]:
-        """Per rank, the time from the start of its first operation to the end of its last, without
+        """Time of each rank from the start of its first operation to the end of its last, without
         gathers before and reductions after; 0 for a rank without operations."""
         return tuple(
             self.time(ends[-1] - starts[0]) if ends else 0
@@ -128,7 +130,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[Time, ...]:
-        """Per rank, the time it computes."""
+        """Time that each rank computes."""
         return tuple(
             self.time(total(ends) - total(starts) - self._twice(rank))
             for rank, (starts, ends) in enumerate(
@@ -137,7 +139,8 @@ class Timeline:
         )
 
     def _twice(self, rank: int) -> Time:
-        """Ticks that the lists count twice: joined operations have the same start and end."""
+        """Return the ticks that a sum over a rank's operations counts twice: both operations of a
+        joined pair have the same start and end."""
         codes = self.schedule.ops[rank]
         if not codes or max(codes) < JOINED:
             return 0
@@ -150,7 +153,8 @@ class Timeline:
         return 1 - ratio(sum(self.busy), len(self.busy) * self.makespan)
 
     def idle_between(self, begin: Time, end: Time) -> float:
-        """Share of a time without computation, over all ranks; no operations may be joined."""
+        """Return the idle share from `begin` to `end` over all ranks. No operations may be
+        joined."""
         busy = sum(
             max(0.0, float(min(stop, end)) - float(max(start, begin)))
             for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -160,22 +164,23 @@ class Timeline:
 
     @property
     def bubble_ideal(self) -> Time:
-        """Time within the makespan without computation, relative to the time computed, over all
-        ranks."""
+        """Idle time within the makespan divided by compute time, over all ranks: the bubble
+        fraction of Narayanan et al., 2104.04473."""
         return ratio(len(self.busy) * self.makespan, sum(self.busy)) - 1
 
     @property
     def bubble_span(self) -> Time:
-        """Idle share of the longest span, over all ranks: the bubble of 2401.10241, which is
-        real only if a rank may begin its next step before the others have ended this one."""
+        """Idle share of the longest span (:attr:`spans`), over all ranks: the bubble rate of Qi et
+        al., 2401.10241. It is real only if a rank can begin its next step before others end this
+        one."""
         return 1 - ratio(sum(self.busy), len(self.busy) * max(self.spans))
 
 
 def simulate(
     schedule: Schedule, cost: Cost | None = None, policy: ReplicaPolicy = REPLICAS
 ) -> Timeline:
-    """Time a valid schedule; the default cost is F = I = W = 1, B = 2, R = 1, no latency, and
-    nothing to gather or reduce. `policy` says when replicas gather and reduce
+    """Simulate a valid schedule. By default F = I = W = 1, B = 2, R = 1, and messages, gathers and
+    reductions take no time. `policy` says when replicas gather and reduce
     (:mod:`megapipe.schedule.timing.data_parallel`).
 
     Raises:
@@ -197,8 +202,8 @@ def simulate(
         starts, ends, free, finished = _abreast(Wavefront(dependencies, lists), times, lengths)
     else:
         finished = times.many(-1, dependencies.slots)
-        for slot in dependencies.always_ready:
-            finished[slot] = 0
+        for result in dependencies.always_ready:
+            finished[result] = 0
         starts, ends = ([times.kept() for _ in lists] for _ in range(2))
         free = [0] * len(lists)
     length = times.length
@@ -216,16 +221,16 @@ def simulate(
         while index < stop:
             code = codes[index]
             low = code & LOW
-            piece = code >> PIECE_SHIFT & PIECES
-            arrived = finished[need_base[low] + piece]
+            item = code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
+            arrived = finished[need_base[low] + item]
             if arrived < 0:
-                slot = need_base[low] + piece
-                if slot >= dependencies.totals:
-                    slot = min(dependencies.gradients_of(code), key=finished.__getitem__)
-                    if finished[slot] >= 0:
-                        arrived = max(finished[slot] for slot in dependencies.gradients_of(code))
+                result = need_base[low] + item
+                if result >= dependencies.totals:
+                    result = min(dependencies.gradients_of(code), key=finished.__getitem__)
+                    if finished[result] >= 0:
+                        arrived = max(finished[each] for each in dependencies.gradients_of(code))
             if arrived < 0:
-                waiting.setdefault(slot, []).append(rank)
+                waiting.setdefault(result, []).append(rank)
                 break
             start = arrived + lag[low]
             if start < now:
@@ -235,14 +240,14 @@ def simulate(
                 my_starts.append(start)
                 my_ends.append(now)
                 now += hold[low]
-                slot = make_base[low] + piece
-                finished[slot] = now
-                if slot in waiting:
-                    ready += waiting.pop(slot)
+                result = make_base[low] + item
+                finished[result] = now
+                if result in waiting:
+                    ready += waiting.pop(result)
                 index += 1
                 continue
             second = codes[index + 1]
-            other, after = second & LOW, second >> PIECE_SHIFT & PIECES
+            other, after = second & LOW, second >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
             arrived = finished[need_base[other] + after]
             if arrived < 0:
                 waiting.setdefault(need_base[other] + after, []).append(rank)
@@ -255,10 +260,10 @@ def simulate(
             my_starts.extend((start, start))
             my_ends.extend((now, now))
             now += hold[low] + hold[other]
-            for slot in (make_base[low] + piece, make_base[other] + after):
-                finished[slot] = now
-                if slot in waiting:
-                    ready += waiting.pop(slot)
+            for result in (make_base[low] + item, make_base[other] + after):
+                finished[result] = now
+                if result in waiting:
+                    ready += waiting.pop(result)
             index += 2
         else:
             if beside and beside[rank].stops and not beside[rank].held:
@@ -276,8 +281,9 @@ def simulate(
 def _abreast(
     front: Wavefront, times: OpTimes, lengths: list[list[Time] | None]
 ) -> tuple[list[list[Time]], list[list[Time]], list[Time], list[Time]]:
-    """Starts and ends of the operations that a wavefront reaches, per rank, when each rank can go
-    on, and what is made by slot, unless nothing is left: bitwise the numbers of the loop."""
+    """Run rounds (:class:`.Wavefront`) as far as possible. Return, per rank, the starts and ends of
+    the operations that have run, and the time at which the rank can continue; also the time of each
+    result, if operations are left to run. The loop would compute bitwise the same times."""
     lag, length, hold = map(times.numbers, (times.lag, times.length, times.hold))
     given = [times.numbers(each) for each in lengths if each is not None]
     taken = np.concatenate(given) if given else None
@@ -293,7 +299,7 @@ def _abreast(
         free[ranks] = made[front.make[places]] = add(end, hold[low])
     finished = listed(made) if front.left else []
     ran = front.ran
-    del front, made  # millions: not more at a time than there must be
+    del front, made  # millions: keep no more at a time than necessary
     own_starts = [kept(starts[own]) for own in ran]
     del starts
     return own_starts, [kept(ends[own]) for own in ran], unpacked(free), finished

@@ -1,14 +1,14 @@
 """Times as whole numbers of ticks.
 
 Fractions are slow and floats round. So exact costs are brought to one denominator: a *tick* is so
-short that every time is a whole number of ticks, and what happens to millions of operations is
-arithmetic of whole numbers.
+short that every time is a whole number of ticks, and millions of operations are timed with integer
+arithmetic.
 
-Decimals of 17 digits make ticks so short that their numbers need more than 64 bits. A list keeps
-such numbers as bytes (:class:`Wide`). An array has a row of *limbs* of 64 bits for each, the lowest
-first: t = low + 2^32 high, and so on. Rows are added limb by limb and without a carry, as there is
-room for 2^31 sums; only what is compared or kept has to carry. To numpy a row is one element of
-bytes, which is copied as fast as a number.
+Costs with 17 decimal digits make ticks so short that times need more than 64 bits. A list keeps
+such times as bytes (:class:`Wide`). An array keeps each time as a row of *limbs*: 64-bit integers
+that represent 32 bits each, the lowest first, so t = limb0 + 2^32 limb1 + 2^64 limb2. Rows are
+added limb by limb without carries, as a limb has room for 2^31 sums; carries are computed only to
+compare or to store times. numpy copies a row, as one element of raw bytes, as fast as a number.
 """
 
 from array import array
@@ -23,33 +23,33 @@ from numpy.typing import NDArray
 from megapipe.schedule.cost import Time, plain
 
 Numbers = NDArray[Any]
-"""Times: numbers of 64 bits, of Python, or rows of limbs."""
+"""Array of times: 64-bit numbers, Python numbers, or rows of limbs (see the module)."""
 LIMB = 32
-"""Bits of every limb but the highest, which takes a sign and what is left."""
+"""Number of a time's bits in each limb; the highest limb has the sign and all remaining bits."""
 _LOW = (1 << LIMB) - 1
 
 
 def per_unit(times: Iterable[Time]) -> int:
-    """The least number of ticks in a unit of time that makes all these times whole numbers."""
+    """Return the least number of ticks in a unit of time that makes all these times whole
+    numbers."""
     return lcm(*{time.denominator for time in times if isinstance(time, Fraction)})
 
 
 def whole(time: Time, ticks: int) -> int:
-    """A time as a number of ticks, with `ticks` in a unit of time; it must be whole."""
+    """Convert a time to ticks, with `ticks` ticks per unit of time; the result must be whole."""
     number = plain(time * ticks)
     assert isinstance(number, int)
     return number
 
 
 def width(largest: int) -> int:
-    """How many limbs a number up to `largest` takes; 1 if it is one of 64 bits."""
+    """Return the number of limbs for numbers up to `largest`; 1: 64 bits suffice."""
     bits = largest.bit_length()
     return 1 if bits < 64 else 1 + -(-(bits - 62) // LIMB)
 
 
 class Wide:
-    """A list of whole numbers of more than 64 bits, packed into equally many bytes each: 4 for a
-    limb, 8 for the highest."""
+    """Packed list of integers of more than 64 bits: 4 bytes per limb, 8 for the highest."""
 
     def __init__(self, width: int, numbers: Iterable[int] = ()) -> None:
         self.width = width
@@ -60,7 +60,7 @@ class Wide:
 
     @classmethod
     def of(cls, rows: Numbers) -> "Wide":
-        """An array of rows as a list."""
+        """Build the list from an array of rows of limbs."""
         wide = cls(rows.itemsize // 8)
         halves = np.empty((len(rows), wide.width + 1), np.uint32)
         carry: Any = 0
@@ -73,7 +73,7 @@ class Wide:
 
     @property
     def rows(self) -> Numbers:
-        """The numbers as an array."""
+        """The numbers as an array of rows of limbs."""
         halves = np.frombuffer(self._bytes, np.uint32).reshape(-1, self.width + 1)
         limbs = halves[:, :-1].astype(np.int64)
         limbs[:, -1] += halves[:, -1].astype(np.int32).astype(np.int64) << LIMB
@@ -103,24 +103,24 @@ class Wide:
 
 
 def _limbs(rows: Numbers) -> Numbers:
-    """The limbs, those of a row beside each other; the bits of a number of 64."""
+    """Return a view [numbers, limbs]; a 64-bit number is one limb."""
     return rows.view(np.int64).reshape(len(rows), rows.itemsize // 8)
 
 
 def signs(numbers: Numbers) -> Numbers:
-    """Whole numbers that are negative where these are: their last 8 bytes, in place."""
+    """Return a view of each number's highest limb, which has the sign of the number."""
     return _limbs(numbers)[:, -1]
 
 
 def add(first: Numbers, second: Numbers) -> Numbers:
-    """First and second, element by element."""
+    """Add two arrays, element by element."""
     if first.dtype.kind != "V":
         return first + second
     return (first.view(np.int64) + second.view(np.int64)).view(first.dtype)
 
 
 def later(first: Numbers, second: Numbers) -> Numbers:
-    """The greater of each two."""
+    """Return the greater number of each pair, element by element."""
     if first.dtype.kind != "V":
         return np.maximum(first, second)
     over = _high(first.view(np.int64) - second.view(np.int64), first.itemsize // 8)
@@ -128,7 +128,8 @@ def later(first: Numbers, second: Numbers) -> Numbers:
 
 
 def _high(limbs: Numbers, width: int) -> Numbers:
-    """Numbers without their lower limbs, rounded down: negative where the number is."""
+    """Return the highest limb of each number after carries, which has the sign of the number.
+    `limbs`: all limbs of all numbers; `width`: limbs per number."""
     high = limbs[::width]
     for place in range(1, width):
         high = limbs[place::width] + (high >> LIMB)
@@ -136,8 +137,8 @@ def _high(limbs: Numbers, width: int) -> Numbers:
 
 
 def differences(first: Numbers, second: Numbers) -> Numbers:
-    """First less second, element by element: numbers of 64 bits, or of Python if these do not
-    suffice."""
+    """Subtract two arrays, element by element. The result has 64-bit numbers, or Python numbers if
+    these do not suffice."""
     if first.dtype.kind != "V":
         return first - second
     result = first.view(np.int64) - second.view(np.int64)
@@ -148,7 +149,7 @@ def differences(first: Numbers, second: Numbers) -> Numbers:
 
 
 def total(times: "Sequence[Time] | Wide | Numbers") -> Time:
-    """The sum of times. It may need more bits than any of them."""
+    """Return the sum of times. It may need more bits than any of them."""
     if isinstance(times, Wide):
         return sum(
             _total(limbs) << LIMB * place for place, limbs in enumerate(_limbs(times.rows).T)
@@ -164,25 +165,25 @@ def _total(numbers: Numbers) -> int:
 
 
 def unpacked(numbers: Numbers) -> list[Time]:
-    """An array of numbers or rows as Python numbers."""
+    """Return an array of numbers or rows of limbs as Python numbers."""
     return [*Wide.of(numbers)] if numbers.dtype.kind == "V" else numbers.tolist()
 
 
 def listed(numbers: Numbers) -> list[Time]:
-    """An array of numbers or rows as a list, packed where 64 bits are enough."""
+    """Return an array of numbers or rows of limbs as a list, packed if 64 bits are enough."""
     return unpacked(numbers) if numbers.dtype.kind == "V" else kept(numbers)
 
 
 def kept(numbers: Numbers) -> list[Time]:
-    """An array of numbers or rows as a packed list."""
+    """Return an array of numbers or rows of limbs as a packed list."""
     if numbers.dtype.kind == "V":
         return cast("list[Time]", Wide.of(numbers))
     return cast("list[Time]", array("q" if numbers.dtype.kind == "i" else "d", numbers.tobytes()))
 
 
 def room(value: Time, count: int, largest: Time) -> list[Time]:
-    """A list with `value` `count` times. It takes floats if `largest` is one, else whole numbers up
-    to `largest`, and is packed where 64 bits are enough."""
+    """Return a list of `count` elements, all `value`. Its elements can be floats if `largest` is a
+    float, else integers up to `largest`; the list is packed if 64 bits are enough."""
     if isinstance(largest, float):
         return cast("list[Time]", array("d", [float(value)]) * count)
     numbers = [int(value)]
@@ -191,7 +192,7 @@ def room(value: Time, count: int, largest: Time) -> list[Time]:
 
 
 class Scaled(Sequence[Time]):
-    """Ticks read as times."""
+    """View of a sequence of ticks as times, with `per_unit` ticks per unit of time."""
 
     def __init__(self, ticks: Sequence[Time], per_unit: int) -> None:
         self._ticks, self._per_unit = ticks, per_unit
@@ -210,5 +211,5 @@ class Scaled(Sequence[Time]):
 
 
 def scaled(ticks: Time, per_unit: int) -> Time:
-    """The time of a number of ticks."""
+    """Convert ticks to a time, with `per_unit` ticks per unit of time."""
     return ticks if per_unit == 1 else plain(Fraction(ticks) / per_unit)

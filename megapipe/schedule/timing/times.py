@@ -1,4 +1,4 @@
-"""Times of one schedule's operations and messages, in whole ticks."""
+"""Times of one schedule's operations, messages and collectives, in whole ticks."""
 
 import random
 from array import array
@@ -15,17 +15,18 @@ import numpy as np
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time, plain
 from megapipe.schedule.data_parallel import REPLICAS, ReplicaPolicy
-from megapipe.schedule.dependencies import LOW, PIECE_SHIFT, PIECES, Dependencies
+from megapipe.schedule.dependencies import LOW, WORK_ITEM_MASK, WORK_ITEM_SHIFT, Dependencies
 from megapipe.schedule.ir import JOINED, KIND_MASK, STAGE_SHIFT, WORK, Kind
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.timing.ticks import Numbers, Wide, per_unit, room, whole, width
 
 
 class OpTimes:
-    """Times by low part (see Dependencies) and by stage.
+    """Times of operations and their messages, by low bits of the code (see Dependencies), and times
+    of gathers and reductions, by stage.
 
-    They are floats in the unit of the costs if one of these is a float or there is jitter, and
-    whole numbers of ticks otherwise.
+    The times are floats in the unit of the costs if a cost is a float or there is jitter, and whole
+    numbers of ticks otherwise.
     """
 
     def __init__(
@@ -40,17 +41,18 @@ class OpTimes:
                 "give one per slice"
             )
         self.length: list[Time] = []
-        """The time of an operation; of one on the uncut sequence if the costs have `slices`."""
+        """Time of an operation; if the costs have `slices`, for the whole sequence."""
         self.lag: list[Time] = []
-        """The time of its input's message; 0 unless messages overlap with computation."""
+        """Time that an operation's input is in flight; 0 unless messages overlap with
+        computation."""
         self.hold: list[Time] = []
-        """The time of its output's message, for which the rank waits; 0 if messages overlap."""
+        """Time that the rank waits for an operation's output to be sent; 0 if messages overlap."""
         self._read(cost.table(dependencies.stages))
         self.gather = list(cost.per_stage("gather", dependencies.stages))
         self.reduce = list(cost.per_stage("reduce", dependencies.stages))
         self.buckets = cost.buckets_of(dependencies.stages)
         self.per_unit = 1
-        """Ticks in a unit of time."""
+        """Number of ticks in a unit of time."""
         columns = (self.length, self.lag, self.hold, self.gather, self.reduce)
         given = [time for column in columns for time in column]
         factors = [*(cost.slices or ()), cost.overlap_factor]
@@ -67,7 +69,7 @@ class OpTimes:
         self._longest = self._serial() if self.exact else inf
 
     def _read(self, table: tuple[tuple[Time, ...], ...]) -> None:
-        """Fill `length`, `lag` and `hold`."""
+        """Fill `length`, `lag` and `hold`. `table`: times by kind and stage."""
         dependencies, cost = self.dependencies, self.cost
         part = Fraction(1, dependencies.schedule.slices)
         for low, kind, flow, stage in dependencies.by_low():
@@ -87,7 +89,7 @@ class OpTimes:
                 self.hold[low] = plain(cost.link(*goes, flow.size * part))
 
     def _serial(self) -> int:
-        """More ticks than the schedule takes: those of everything in it, one after the other."""
+        """Return an upper bound of the makespan in ticks: more than the sum of all times."""
         cost = self.cost
         each = 2 * max(self.length) * max(1, *(cost.slices or ()), cost.overlap_factor)
         each += max(self.lag) + max(self.hold)
@@ -95,30 +97,30 @@ class OpTimes:
         return int(each * sum(map(len, self.dependencies.schedule.ops))) + 1
 
     def many(self, value: int, count: int) -> list[Time]:
-        """`count` equal times."""
+        """Return a list of `count` times, all `value`."""
         return room(value, count, self._longest)
 
     @cached_property
     def width(self) -> int:
-        """Limbs of a time; 1 where it is a number of 64 bits, whole or float."""
+        """Number of limbs of a time; 1 if it is a 64-bit number, whole or float."""
         return 1 if isinstance(self._longest, float) else width(self._longest)
 
     def kept(self) -> list[Time]:
-        """No times yet; packed."""
+        """Return an empty packed list for times."""
         return self.many(0, 0) if self.width == 1 else cast("list[Time]", Wide(self.width))
 
     def numbers(self, times: Sequence[Time]) -> Numbers:
-        """Times as an array."""
+        """Return times as an array."""
         if self.width > 1:
             return Wide(self.width, cast("Sequence[int]", times)).rows
         return np.array(times, np.int64 if self.exact else np.float64)
 
     def together(self, first: Time, second: Time) -> Time:
-        """The time of two joined operations that take these times alone."""
+        """Return the time of a joined pair whose operations alone take `first` and `second`."""
         return plain((first + second) * self.cost.overlap_factor)
 
     def by_operation(self, rank: int, codes: "array[int]") -> list[Time] | None:
-        """The time of each operation of a rank's list; None where `length` has them."""
+        """Return the time of each operation of a rank's list; None if all times are in `length`."""
         cost, schedule = self.cost, self.dependencies.schedule
         if not (schedule.recompute or cost.slices or cost.jitter):
             return None
@@ -136,7 +138,9 @@ class OpTimes:
             ):
                 time += self.length[low - low % (1 << STAGE_SHIFT) + Kind.R]
             if cost.slices:
-                time = plain(time * cost.slices[(code >> PIECE_SHIFT & PIECES) % schedule.slices])
+                time = plain(
+                    time * cost.slices[(code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK) % schedule.slices]
+                )
             if cost.jitter:
                 time = float(time) * (1 + cost.jitter * rolls.uniform(-1, 1))
             result.append(time)
@@ -144,9 +148,10 @@ class OpTimes:
 
 
 def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
-    """The costs of whole micro-batches on a placement in ticks, and the ticks in a unit of time.
+    """Convert costs of whole micro-batches on a placement to ticks; return them and the number of
+    ticks per unit of time.
 
-    Costs with a float among them are returned as they are, with 1.
+    If one of the costs is a float, return all costs unchanged, and 1.
     """
     stages, home = placement.stages, placement.table[0]
     names = (*(kind.name for kind in WORK), "update")

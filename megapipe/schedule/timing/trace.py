@@ -17,10 +17,10 @@ Event = dict[str, Any]
 
 
 def trace(timelines: Mapping[str, Timeline], *, unit: float = 1000.0) -> dict[str, Any]:
-    """A trace of timelines by name, ready for :func:`json.dump`.
+    """Make a trace of timelines by name, ready for :func:`json.dump`.
 
     Args:
-        timelines: simulated or measured ones.
+        timelines: simulated or measured timelines, by the name to show.
         unit: microseconds per unit of the timelines' time; 1e6 for seconds.
     """
     events: list[Event] = []
@@ -74,7 +74,7 @@ def _counter(timeline: Timeline, process: int, rank: int, unit: float) -> Iterat
 
 
 def _collectives(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
-    """A thread for each rank that gathers or reduces, below that of its operations."""
+    """Yield gathers and reductions, for each rank in a thread below that of its operations."""
     ranks = len(timeline.starts)
     both = {"gather": timeline.gathers, "reduce": timeline.reductions}
     for rank in sorted({each.rank for intervals in both.values() for each in intervals}):
@@ -96,7 +96,8 @@ def _collectives(timeline: Timeline, process: int, unit: float) -> Iterator[Even
 
 
 def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
-    """Arrows from each operation to the one on another rank that its message is for."""
+    """Yield an arrow from each operation to the operation on another rank that needs its
+    message."""
     made: dict[tuple[bool, int, int, int], tuple[int, float, float]] = {}
     uses: list[tuple[tuple[bool, int, int, int], int, float]] = []
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
@@ -118,5 +119,5 @@ def _arrows(timeline: Timeline, process: int, unit: float) -> Iterator[Event]:
 
 
 def _key(op: Op) -> tuple[bool, int, int, int]:
-    """Names the result of an operation: whether of a backward, stage, micro-batch, slice."""
+    """Return a key for an operation's output: (is it a backward, stage, micro-batch, slice)."""
     return op.kind != Kind.F, op.stage, op.microbatch, op.slice

@@ -1,1 +1,1 @@
-"""Training without a flush, where operations read stale weights."""
+"""No-flush training, where operations read stale weights."""

@@ -1,4 +1,4 @@
-"""Windows of a stream that are recorded one after the other, without a barrier between them."""
+"""Recording of consecutive update windows of an asynchronous schedule, without a barrier."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from collections.abc import Sequence
 
 from megapipe.engine.recorder import Record, Recorder, stream_timeline
 from megapipe.observe.timeline import RecordedWindow
+from megapipe.schedule.async_schedules.async_schedule import AsyncSchedule
+from megapipe.schedule.async_schedules.excerpt import excerpt
+from megapipe.schedule.async_schedules.programs import ProgramSegment
 from megapipe.schedule.program import ActionKind
-from megapipe.schedule.streams.excerpt import excerpt
-from megapipe.schedule.streams.programs import ProgramSegment
-from megapipe.schedule.streams.stream import AsyncSchedule
 
 
 class Recording:
-    """The recorded windows of a `stream`, on the pipeline ranks of this process, which have
-    `recorders`."""
+    """Records update windows of the schedule `stream`. `recorders`: one per local pipeline rank."""
 
     def __init__(self, stream: AsyncSchedule, recorders: Sequence[Recorder]) -> None:
         self._stream = stream
         self.after = max(1, stream.ahead)
-        """Windows behind one that some rank may have begun before the first is through with it."""
+        """Maximum number of update windows by which a rank can be ahead of another rank."""
         self._recorders = recorders
         self._first = self._end = 0
         self._windows: dict[int, tuple[int, ...]] = {}
-        """Those without a gap between them: by rank, how many operations each has."""
+        """Recorded update windows, which are consecutive, with each rank's number of operations."""
 
     def take(self, window: int, by_rank: Sequence[ProgramSegment]) -> None:
-        """Record a window; those before it are forgotten unless it follows on them."""
+        """Record an update window. Keep earlier windows only if they directly precede it."""
         if window - 1 not in self._windows:
             self._windows.clear()
             for recorder in self._recorders:
@@ -37,12 +36,12 @@ class Recording:
         )
 
     def begin(self, first: int, end: int) -> None:
-        """Forget all windows: a run of those from `first` to before `end` begins."""
+        """Drop all records; the pipeline will be filled for update windows `first` to `end` - 1."""
         self._windows.clear()
         self._first, self._end = first, end
 
     def window(self, window: int, records: Sequence[Record]) -> RecordedWindow | None:
-        """A window with those beside it, None if it is forgotten; `records` are of all ranks."""
+        """Return a window with its neighbours; None if dropped. `records`: all ranks' records."""
         if window not in self._windows:
             return None
         taken = [each for each in self._windows if window - 1 <= each <= window + self.after]

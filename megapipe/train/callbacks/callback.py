@@ -1,29 +1,30 @@
-"""The hooks of a run, and what they are given.
+"""The hooks that callbacks implement, and the arguments of hooks.
 
 On every rank the loop calls, in this order::
 
     begin                 once, before the first step
     for each step
-        before_step       may ask for a recording, a profile, a validation, a checkpoint
-        wishes            in the step, when its backward passes are done
+        before_step       may request a recording, a profile, a validation, a checkpoint
+        requests          in the step, when its backward passes are done
         after_step        with the results that are known by now
-        after_validation  where the step is validated
-        before_save       where its checkpoint is written
-        after_rewind      instead, where the run goes back to a checkpoint
-    end                   after the last step; not where the run is stopped or fails
+        after_validation  if the step is validated
+        before_save       if its checkpoint is written
+        after_rewind      instead of after_step, if the run goes back to a checkpoint
+    end                   after the last step; not if the run is stopped or fails
     close                 in any case
 
-All ranks are at the same hook of the same step. A collective over ``run.mesh`` is therefore allowed
-in each of them but ``wishes`` and ``close``, as long as every rank calls it.
+All ranks call the same hook of the same step. So each hook except ``requests`` and ``close`` may
+call a collective over ``run.mesh``, as long as every rank calls it.
 
-A hook may raise on any rank, and that ends the job on all of them: a
-:class:`~megapipe.errors.MegapipeError` with its line and its exit code, anything else as a
+An error that a hook raises on any rank ends the job on all ranks. A
+:class:`~megapipe.errors.MegapipeError` has its own line and exit code. Other exceptions become a
 :class:`~megapipe.errors.CallbackError`, which names the callback, the hook, the rank and the place.
-What ``close`` raises is a warning, since all is saved by then.
+An exception in ``close`` is only a warning, since everything is saved by then.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,87 +35,87 @@ from megapipe.launch.signals import StopRequest
 from megapipe.layout.layout import Layout
 from megapipe.observe.observer import Observer
 from megapipe.observe.record import ValidationRecord
-from megapipe.train.totals import Wishes
+from megapipe.train.step_stats import RankRequests
 from megapipe.train.train_step import TrainStep
 from megapipe.train.update import StepResult
 
 A_SIGNAL = "a signal"
-"""Stops a run that no callback stops."""
+"""Text in place of a callback's name if a signal, not a callback, has stopped the run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The run that hooks are called for, as this rank has it."""
+    """The run to which a callback belongs, as seen by this rank."""
 
     config: Config
-    """With every default filled in."""
+    """Configuration with every default filled in."""
     layout: Layout
     mesh: ParallelMesh
-    """Its ``rank`` is this process' number; ``barrier``, ``agree``, ... are collectives."""
+    """Mesh of the job: ``rank`` is this process; ``barrier``, ``agree``, ... are collectives."""
     train_step: TrainStep
-    """The stages that this process holds, and their optimizer."""
+    """Training step of this process: its stages and their optimizer."""
     folder: Path
-    """The run folder, which exists."""
+    """Run folder, which exists."""
     first_step: int
-    """Steps done before this start of the run."""
+    """Number of steps done before this start of the run."""
     stop: StopRequest
-    """True once this process was sent a signal to stop."""
+    """Stop request; true once this process has received a signal to stop."""
     observer: Observer | None
-    """Takes records for the console and the logs; on rank 0 alone."""
+    """Receiver of records for the console and the logs; only on rank 0."""
     callbacks: Callback
-    """All callbacks of the run, as one."""
+    """All callbacks of the run, as one callback."""
 
     def note(self, text: str) -> None:
-        """Tell the user a line, on the console and in the logs; on other ranks than 0 nothing."""
+        """Print a line on the console and into the logs; does nothing on ranks other than 0."""
         if self.observer is not None:
             self.observer.note(text)
 
     def phase(self, text: str) -> None:
-        """Show on a terminal what is done from now on, until the next step."""
+        """Show a phase, such as "saving ...", on a terminal until the next step."""
         if self.observer is not None:
             self.observer.phase(text)
 
     def check_settled(self) -> None:
-        """Raise :class:`CallbackError` where the last step may still be taken back."""
+        """Raise :class:`CallbackError` if the last step's update may still be undone."""
         if not self.train_step.settled:
             raise CallbackError(
-                "a callback has set step.validate or step.save too late: expected in before_step"
+                "a callback set step.validate or step.save too late: set it in before_step"
             )
 
 
 @dataclass
 class Step:
-    """A turn of the loop.
+    """One iteration of the loop.
 
     ``record``, ``profile``, ``settle``, ``validate`` and ``save`` are requests: ``before_step`` may
-    set them to True, alike on all ranks; later is too late.
+    set them to True, equally on all ranks; later hooks must not.
     """
 
     number: int
-    """Counted from 1, over all starts of the run."""
+    """Number of the step, counted from 1, over all starts of the run."""
     last: bool
-    """The run ends after it, validated and saved."""
+    """Whether this step is the last of the run. The run validates and saves after it."""
     record: bool = False
-    """``run.train_step.records()`` tells in ``after_step`` when each operation ran."""
+    """Whether to record when each operation runs, for ``run.train_step.records()``."""
     profile: bool = False
-    """Operations have names for profilers, and nothing of the step runs on after it."""
+    """Whether to name operations for profilers, and to end the step with an idle device."""
     settle: bool = False
-    """Its result is known and its weights are gathered when it ends, as for each that follows."""
+    """Whether to end the step with its result known and with all-gathered weights."""
     validate: bool = False
     save: bool = False
-    """Also where a rank wished it."""
+    """Whether to save a checkpoint; also set if a rank requests one."""
     stop: bool = False
-    """The run is stopped after this step: it is saved and not validated."""
+    """Whether the run stops after this step. The step is then saved but not validated."""
     unsaved: str = ""
-    """Why the run that is stopped after this step is not saved, where there is no time for it."""
+    """Reason why a run that stops does not save this step; "" if it has time to."""
     results: list[StepResult] = field(default_factory=list)
-    """For ``after_step``: those that have become known in this turn, oldest first, the same on all
-    ranks. With ``optimizer.post_validation`` that of a step comes a turn later, unless the step is
-    validated, saved or profiled; otherwise it is that of this step."""
+    """Newly known results for ``after_step``, oldest first, equal on all ranks. Usually it is only
+    the result of this step. With ``optimizer.post_validation`` a step's result comes one iteration
+    later, unless the step is validated, saved or profiled."""
 
 
 class Callback:
-    """Derive from it, and override what is needed: no hook does anything here. For example::
+    """Base of callbacks: derive from it and override hooks, which do nothing here. For example::
 
         class EarlyStop(Callback):
             best, worse = math.inf, False
@@ -123,52 +124,63 @@ class Callback:
                 self.worse = record.loss > self.best
                 self.best = min(self.best, record.loss)
 
-            def wishes(self, run):
-                return Wishes(stop=self.worse)
+            def requests(self, run):
+                return RankRequests(stop=self.worse)
 
-    See :mod:`megapipe.train.callbacks.callback` for when and where each hook is called, what may
-    communicate, and what becomes of errors.
+    :mod:`megapipe.train.callbacks.callback` says when and where each hook is called, which hooks
+    may communicate, and what happens with errors.
     """
 
     @property
     def who(self) -> str:
-        """How it is named in the line of a run that it stops."""
+        """Name of this callback in the line that a run prints when the callback stops the run."""
         return f"callback {type(self).__name__}"
 
     def begin(self, run: Run) -> None:
-        """All is set up or loaded; the first step comes next."""
+        """Prepare for the first step, once everything is set up and loaded."""
 
     def before_step(self, run: Run, step: Step) -> None:
-        """Make requests for a step that is about to begin, from what all ranks know alike."""
+        """Make requests for a step that is about to begin, equally on all ranks."""
 
-    def wishes(self, run: Run) -> Wishes:
-        """Ask to stop the run, or for a checkpoint. If any rank asks, all of them do it.
+    def requests(self, run: Run) -> RankRequests:
+        """Return what this rank requests: to stop the run, or to save. A request of any rank
+        applies to all ranks.
 
-        Called once a step; the run acts on it after that step, or after the next one with
-        ``optimizer.post_validation``. A run that is stopped so ends as after a signal: it saves,
-        says by which callback, and exits with 75.
+        Called once a step; the run acts on requests after that step, or, with
+        ``optimizer.post_validation``, after the next one. A run that is stopped this way ends as
+        after a signal: it saves, prints the callback's name, and exits with 75.
         """
-        return Wishes()
+        old = getattr(self, "wishes", None)  # the hook's name in version 0.1
+        if old is None:
+            return RankRequests()
+        warnings.warn(
+            f"{type(self).__name__}.wishes: the hook is called requests; its old name is called "
+            "for one release more",
+            FutureWarning,
+            stacklevel=2,
+        )
+        found: RankRequests = old(run)
+        return found
 
     def after_step(self, run: Run, step: Step) -> None:
-        """The step is over; it is not yet validated and saved."""
+        """React to the end of a step, before it is validated or saved."""
 
     def after_validation(self, run: Run, record: ValidationRecord) -> None:
-        """The run was validated, after ``record.step`` steps; the loss is the same on all ranks."""
+        """React to a validation after ``record.step`` steps; the loss is equal on all ranks."""
 
     def before_save(self, run: Run, step: int) -> None:
-        """A checkpoint of the state after `step` steps comes next."""
+        """Prepare for the checkpoint after `step` steps, just before it is saved."""
 
     def after_rewind(self, run: Run, step: int) -> None:
-        """The run has gone back to its checkpoint of `step` steps: the one that comes next is the
-        step after. The step that was under way, whose numbers were wrong, has had no after_step."""
+        """React to a rewind to the checkpoint of `step` steps; step `step` + 1 comes next. For the
+        step with the anomaly, ``after_step`` was not called."""
 
     def end(self, run: Run) -> None:
-        """The last step is done, validated and saved."""
+        """React to the end of the run: the last step is done, validated and saved."""
 
     def close(self, run: Run) -> None:
-        """Close files and connections, whatever has happened: perhaps nothing has begun.
+        """Close files and connections; called in any case, even if the run has not begun.
 
-        Called once, the last callback's first. Where another rank has failed and this one hangs, it
-        comes from another thread.
+        Callbacks are closed once, in reverse order. If another rank has failed and this rank hangs,
+        another thread calls this method.
         """

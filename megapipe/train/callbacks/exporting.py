@@ -1,4 +1,4 @@
-"""Weights for others during a run: every so many steps, in Hugging Face's form."""
+"""Exports of weights during a run in Hugging Face's format, every given number of steps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megapipe.convert import check_export, export
 from megapipe.distributed.agreement import raise_on_all
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.callbacks.saving import Checkpointing
+from megapipe.train.callbacks.checkpointing import Checkpointing
 from megapipe.train.callbacks.validation import is_due
-from megapipe.util.beneath import make_folder
+from megapipe.util.no_symlinks import make_folder
 
 FOLDER = "exports"
 
 
 class Exporting(Callback):
-    """Exports what `saving`, which comes before it, has saved (``checkpoint.export_every``)."""
+    """Exports what the callback `saving` has just saved (``checkpoint.export_every``)."""
 
     def __init__(self, saving: Checkpointing) -> None:
         self._saving = saving
 
     def begin(self, run: Run) -> None:
-        """Find out on rank 0, before any step, whether the class computes what the run trains."""
+        """Check on rank 0, before any step, that the Hugging Face class computes the same model."""
         error: MegapipeError | None = None
         if run.mesh.rank == 0:
             try:
@@ -36,7 +36,7 @@ class Exporting(Callback):
         step.save |= is_due(run.config.checkpoint.export_every, step.number)
 
     def after_step(self, run: Run, step: Step) -> None:
-        """On rank 0; an export that is there already, from before a restart, stays."""
+        """Export on rank 0 if due, unless the export exists already from before a restart."""
         if step.unsaved or not is_due(run.config.checkpoint.export_every, step.number):
             return
         self._saving.finish(run)

@@ -1,4 +1,4 @@
-"""``log.profile``: a trace of a step per rank, by torch's profiler."""
+"""``log.profile``: a trace of a step per rank, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class Profiling(Callback):
-    """Profiles the steps that the configuration names."""
+    """Profiles the steps that ``log.profile`` lists."""
 
     def __init__(self) -> None:
         self._profile: StepProfile | None = None
-        """Of the step that is under way."""
+        """Profile of the current step."""
 
     def before_step(self, run: Run, step: Step) -> None:
         if step.number not in run.config.log.profile:
@@ -37,9 +37,9 @@ class Profiling(Callback):
             problem = f"rank {run.mesh.rank}: {error}"
         problem = run.mesh.agree(problem)
         if problem is not None:
-            run.note(f"no whole profile of step {step.number}: {problem}")
+            run.note(f"no complete profile of step {step.number}: {problem}")
         else:
             run.note(
-                f"profile of step {step.number}: a trace per rank in {profile.folder}; python -m "
-                f"megapipe.observe.profile {profile.folder} makes one of them"
+                f"profile of step {step.number}: a trace per rank in {profile.folder}; python "
+                f"-m megapipe.observe.profile {profile.folder} merges them"
             )

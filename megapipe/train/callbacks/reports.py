@@ -13,20 +13,20 @@ from megapipe.observe.record import SourceRecord, StepRecord, ValidationRecord
 from megapipe.observe.summary import Summary
 from megapipe.train.callbacks.callback import Callback, Run, Step
 from megapipe.train.callbacks.stragglers import StragglerWatch
-from megapipe.train.moe import routing
+from megapipe.train.moe import routing_stats
 from megapipe.train.update import StepResult
-from megapipe.util.beneath import write_no_symlinks
+from megapipe.util.no_symlinks import write_no_symlinks
 
 SMOOTHING = 0.9
-"""Weight of the past in the time per step behind the ETA."""
+"""Weight of the past in the smoothed time per step, for the ETA."""
 
 
 class Reports(Callback):
     """Reports steps as their results become known.
 
-    `skipped` are the steps since step 0 that were made without an update, `entropy` is that of the
-    corpus' unigrams in nats, if it is known, and `training` are the batches that steps
-    take. `stragglers` has scored the ranks when it is called.
+    `skipped`: number of earlier steps without an update. `entropy`: unigram entropy of the corpus
+    in nats, if known. `training`: batches of the steps. `stragglers` scores the ranks, so it must
+    be called before this callback.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Reports(Callback):
         self._tokens = 0
         self._validation_loss: float | None = None
         self._held_out: dict[str, float] = {}
-        """The last loss of each set that has a name, and of tests."""
+        """Last loss of each named validation set and of each test, by label."""
         self._pace: float | None = None
         """Seconds per step, smoothed."""
 
@@ -67,11 +67,11 @@ class Reports(Callback):
                 run.note(f"step {result.step + 1} is skipped: {result.skipped}")
 
     def _scored(self, record: StepRecord) -> StepRecord:
-        """The record with the largest score of a rank, where there is a new one."""
+        """Return the record, with the largest straggler score if there is a new one."""
         slowest = None if self._stragglers is None else self._stragglers.slowest
         if slowest is None:
             return record
-        return replace(record, slowest_rank=slowest.rank, slowest_score=slowest.value)
+        return replace(record, straggler_rank=slowest.rank, straggler_score=slowest.value)
 
     def after_rewind(self, run: Run, step: int) -> None:
         self._skipped = step - run.train_step.optimizer.count
@@ -89,8 +89,8 @@ class Reports(Callback):
         flops = tokens * run.layout.model.token_flops()
         tflops = flops / seconds / run.mesh.world / 1e12
         limit = _peak(run)
-        skips = run.train_step.scaler.scales or run.config.numbers.skips
-        every = run.config.log.experts_every
+        skips = run.train_step.scaler.scales or run.config.health.skips
+        every = run.config.log.expert_counts_every
         return StepRecord(
             step=step,
             steps=train.steps,
@@ -106,12 +106,12 @@ class Reports(Callback):
             eta_seconds=pace * (train.last_step - step),
             samples=samples(step),
             loss_scale=result.loss_scale if run.train_step.scaler.scales else None,
-            skipped=self._skipped if skips else None,
+            skipped_steps=self._skipped if skips else None,
             sources=self._sources(run, result, samples(step)),
-            routing=routing.record(
+            routing=routing_stats.record(
                 run.layout.model.experts(),
                 result.routing,
-                result.figures.get("largest_bias"),
+                result.figures.get("max_bias"),
                 counts=every > 0 and (step % every == 0 or step == train.last_step),
             ),
         )
@@ -122,7 +122,7 @@ class Reports(Callback):
         training = self._training
         if training is None or training.mixture is None:
             return None
-        taken = run.train_step.left_out.counts(training.taken, samples)
+        taken = run.train_step.skipped_samples.counts(training.taken, samples)
         parts = zip(training.names, result.by_source, taken, strict=True)
         return {name: SourceRecord(sum_.loss, sum_.tokens, count) for name, sum_, count in parts}
 
@@ -153,7 +153,7 @@ class Reports(Callback):
         path = run.folder / "summary.json"
         try:
             write_no_symlinks(run.folder, path.name, summary.model_dump_json(indent=2) + "\n")
-        except OSError as error:  # all else is saved
+        except OSError as error:  # everything else is saved
             run.note(f"{path} cannot be written: {error.strerror}")
 
     def close(self, run: Run) -> None:
@@ -162,8 +162,8 @@ class Reports(Callback):
 
 
 def _peak(run: Run) -> float | None:
-    """TFLOP/s of a device at best, as far as it is known."""
-    limit, device = run.config.log.peak_tflops, run.mesh.device
+    """Return the peak TFLOP/s of a device, if known."""
+    limit, device = run.config.plan.peak_tflops, run.mesh.device
     if limit is None and device.type == "cuda":
         return peak(torch.cuda.get_device_name(device))
     return limit

@@ -1,4 +1,4 @@
-"""``log.samples``: a line of each step for the samples that this process has read for it."""
+"""``log.sample_ids``: a line per step with the samples that this process has read for the step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from megapipe.data.batch import Batches
 from megapipe.distributed.agreement import raise_on_all
 from megapipe.errors import MegapipeError, not_written
-from megapipe.observe.samples import LoggedSample, SampleWriter, new_start
+from megapipe.observe.sample_log import LoggedSample, SampleWriter, new_start
 from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class SampleLog(Callback):
-    """Writes where the samples of `batches` come from that first stages here were given.
+    """Writes the origin (source, draw, number in the source) of each sample that local first stages
+    received. The origins come from `batches`.
 
-    Tensor- and context-parallel ranks are given the same ones: the first of them writes.
+    Tensor- and context-parallel ranks receive equal samples; the first of these ranks writes.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -23,16 +24,16 @@ class SampleLog(Callback):
         self._writer: SampleWriter | None = None
 
     def begin(self, run: Run) -> None:
-        """Raises :class:`MegapipeError` on all ranks if a file cannot be made on one."""
+        """Open the files; raises :class:`MegapipeError` on all ranks if any rank fails."""
         self._open(run, run.first_step)
 
     def after_rewind(self, run: Run, step: int) -> None:
-        """The same."""
+        """Close the files and open new ones after `step`; raises as :meth:`begin` does."""
         self.close(run)
         self._open(run, step)
 
     def _open(self, run: Run, after: int) -> None:
-        """Begin files for what comes after step `after`, with what is left out of it."""
+        """Open files for the steps after `after`, and write the skipped samples."""
         start = ""
         error: MegapipeError | None = None
         try:
@@ -46,14 +47,14 @@ class SampleLog(Callback):
             if run.mesh.tp.index == run.mesh.cp.index == 0:
                 self._writer = SampleWriter(Path(start), run.mesh.rank)
             if run.mesh.rank == 0 and self._writer is not None:
-                for first, stop in run.train_step.left_out.ranges:
-                    self._writer.left_out(self._taken(range(first, stop)))
+                for first, stop in run.train_step.skipped_samples.ranges:
+                    self._writer.skipped_samples(self._taken(range(first, stop)))
         except OSError as problem:
             error = _cannot_write(run, problem)
         raise_on_all(run.mesh, error)
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Raises :class:`MegapipeError` if the file takes no line."""
+        """Write the step's samples; raises :class:`MegapipeError` if that fails."""
         if self._writer is None:
             return
         taken = self._taken(run.train_step.samples_read)
@@ -77,4 +78,4 @@ class SampleLog(Callback):
 
 
 def _cannot_write(run: Run, problem: OSError) -> MegapipeError:
-    return not_written(f"log.samples: cannot write to {run.folder}", problem)
+    return not_written(f"log.sample_ids: cannot write to {run.folder}", problem)

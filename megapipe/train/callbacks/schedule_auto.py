@@ -7,9 +7,9 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class ScheduleAuto(Callback):
-    """Times and records steps, then lets the run go on with a schedule searched for their costs.
+    """Times and records steps, then switches the run to a schedule searched for their costs.
 
-    With `resumed` the schedule of the run folder is used.
+    With `resumed`, the schedule in the run folder is used.
     """
 
     def __init__(self, *, resumed: bool) -> None:

@@ -1,4 +1,4 @@
-"""``log.stragglers_every``: ranks that are slower than others are scored, and named."""
+"""``log.straggler_window``: scores of slow ranks, and lines about stragglers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.timing.simulate import simulate
 from megapipe.train.callbacks.callback import Callback, Run, Step
-from megapipe.train.own_times import ComputeTimes
+from megapipe.train.compute_times import ComputeTimes
 from megapipe.watch.stragglers import Change, Score, Scorer, Stragglers, TimingWindow
 
 SETTLING = 5
-"""Steps of a start, or of a schedule, that do not count: kernels are compiled, memory is found."""
+"""Number of first steps of a start or schedule that are not measured: kernels are compiled then."""
 
 
 class StragglerWatch(Callback):
-    """Scores the ranks of `mesh` by windows of `every` steps; 0: never, as for a rank alone.
+    """Scores the ranks of `mesh` in timing windows of `every` steps; never if `every` is 0 or there
+    is one rank.
 
-    Steps that are recorded or profiled do not count. The loop runs each step within :meth:`timed`.
+    Recorded or profiled steps are not measured. The loop runs each step within :meth:`timed`.
     """
 
     def __init__(self, mesh: ParallelMesh, every: int) -> None:
@@ -34,20 +35,20 @@ class StragglerWatch(Callback):
         self._schedule: Schedule | None = None
         self._settling = SETTLING
         self._counts = False
-        """Whether the step counts that is under way."""
+        """Whether the current step is measured."""
         self._empty()
         self.slowest: Score | None = None
-        """The largest score, after a step that ends a window; on rank 0 alone."""
+        """Largest straggler score, on rank 0 after the last step of a timing window; else None."""
 
     def begin(self, run: Run) -> None:
         if self._every:
-            place = f"process {os.getpid()} on {socket.gethostname()}"
-            run.mesh.store.set(_key(run.mesh.rank), place)
+            process = f"process {os.getpid()} on {socket.gethostname()}"
+            run.mesh.store.set(_key(run.mesh.rank), process)
             self._settle(run)
 
     @contextlib.contextmanager
     def timed(self, step: Step) -> Iterator[None]:
-        """Around a step: takes the time that this rank computes itself, if the step counts."""
+        """Measure compute time in a step, except in the first, recorded or profiled steps."""
         self._counts = self._every > 0 and not (self._settling or step.record or step.profile)
         with self._own.step() if self._counts else contextlib.nullcontext():
             yield
@@ -65,7 +66,7 @@ class StragglerWatch(Callback):
         self._settle(run)
 
     def _settle(self, run: Run) -> None:
-        """Begin anew, with the schedule that there is now."""
+        """Restart the measurement, with the current schedule."""
         self._settling = SETTLING
         self._own.drop()
         self._empty()
@@ -76,12 +77,12 @@ class StragglerWatch(Callback):
 
     def _empty(self) -> None:
         self._first: int | None = None
-        """The first step of the window."""
+        """First step of the timing window."""
         self._steps = 0
         self._own_s: list[float] = []
-        """This rank's own time in its steps, as far as it is known..."""
+        """Compute time of this rank in each step of the timing window, as far as it is known."""
         self._step_s: list[float] = []
-        """... and all of their time."""
+        """Total time of each step of the timing window."""
 
     def _take(self, run: Run, step: Step) -> None:
         self._first = self._first or step.number
@@ -93,7 +94,7 @@ class StragglerWatch(Callback):
             self._empty()
 
     def _judge(self, run: Run, first: int) -> None:
-        """Score the ranks by a window that begins at step `first`; all of them call it."""
+        """Score the ranks by the timing window that begins at step `first`. Collective."""
         own = TimingWindow.of(self._own_s) if self._own_s else TimingWindow(0.0, 0.0, 0)
         numbers = [round(1e9 * own.seconds), round(1e9 * own.spread), own.steps]
         windows = [
@@ -106,11 +107,11 @@ class StragglerWatch(Callback):
         scores = self._scorer.scores(windows)
         self.slowest = max(scores, key=lambda score: score.value)
         for change in self._stragglers.changes(first, self._every, scores):
-            run.note(_told(run, change, median(self._step_s)))
+            run.note(_describe(run, change, median(self._step_s)))
 
 
 def _scorer(run: Run) -> Scorer:
-    """Of all ranks, by their stages and the FLOPs of their operations."""
+    """Build the scorer of all ranks from their stages and the FLOPs of their operations."""
     step, mesh = run.train_step, run.mesh
     busy = list(map(float, simulate(step.schedule, run.layout.cost).busy))
     stages, work = [], []
@@ -123,19 +124,19 @@ def _scorer(run: Run) -> Scorer:
 
 
 def _key(rank: int) -> str:
-    """Where a rank says in the store which process it is."""
+    """Return the store key of a rank's process id and host name."""
     return f"megapipe/stragglers/{rank}"
 
 
-def _told(run: Run, change: Change, step_s: float) -> str:
-    """News of a straggler, in one line for the user."""
+def _describe(run: Run, change: Change, step_s: float) -> str:
+    """Describe in one line how the straggler status of a rank has changed."""
     score, mesh = change.score, run.mesh
     process = mesh.store.get(_key(score.rank)).decode()
     rank = f"rank {score.rank} ({mesh.grid.coordinates_of(score.rank).words}; {process})"
-    others = "others would for its stages" if score.alone else "its peers"
+    others = "other ranks would need for its stages" if score.alone else "its peers"
     compared = f"it computes {score.value:.2f} times as long as {others}"
     if change.what == "fine":
-        return f"{rank} is no straggler any more: since step {change.since} {compared}"
+        return f"{rank} is no longer a straggler: since step {change.since} {compared}"
     lost = min(1.0, (score.own_s - score.expected_s) / step_s)
     return (
         f"{rank} is {'still ' * (change.what == 'still')}a straggler since step {change.since}: "

@@ -1,7 +1,7 @@
 """``log.timeline``: when each operation of a step ran, drawn next to its simulation.
 
-A step without a flush overlaps with those beside it, so these are recorded too, and it is drawn
-when they are through.
+In a no-flush pipeline a step overlaps with its neighbours. So the neighbours are recorded too, and
+the step is drawn when all of them are done.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class Timelines(Callback):
-    """Draws the steps that the configuration names."""
+    """Draws the steps that ``log.timeline`` lists."""
 
     def before_step(self, run: Run, step: Step) -> None:
         streaming = run.train_step.streaming
@@ -28,7 +28,7 @@ class Timelines(Callback):
                 self._draw(run, number)
 
     def _is_known(self, run: Run, step: Step, number: int) -> bool:
-        """Whether a step and all that belongs to its timeline end with this step."""
+        """Whether step `number` and all neighbours in its timeline are complete after `step`."""
         streaming = run.train_step.streaming
         if streaming is None:
             return step.number == number
@@ -49,7 +49,7 @@ class Timelines(Callback):
             elif window := train_step.streaming.recorded(number - 1, records):
                 line = write_window(folder, number, window, plan)
             else:
-                line = f"no timeline of step {number}: the pipeline was filled anew behind it"
+                line = f"no timeline of step {number}: the pipeline was flushed after it"
         except OSError as error:
             line = f"no timeline of step {number}: {error}"
         run.note(line)

@@ -1,4 +1,4 @@
-"""Losses on what is held out: validation every so many steps and after the last, tests then."""
+"""Losses on held-out samples: validation at regular steps, validation and tests at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapipe.train.callbacks.callback import Callback, Run, Step
 
 
 class Validation(Callback):
-    """Computes the loss on each of the sets `held_out`, and tells it to all callbacks."""
+    """Computes the loss on each set of `held_out`, and passes the loss to all callbacks."""
 
     def __init__(self, held_out: Sequence[HeldOutBatches]) -> None:
         self._held_out = held_out
@@ -20,7 +20,7 @@ class Validation(Callback):
         step.validate |= step.last or is_due(run.config.train.validate_every, step.number)
 
     def after_step(self, run: Run, step: Step) -> None:
-        """A signal during the validation ends it, and the run."""
+        """Validate the step; a signal during the validation ends the validation and the run."""
         if not step.validate or step.stop:
             return
         run.check_settled()
@@ -47,5 +47,5 @@ class Validation(Callback):
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether `step`, counted from 1, is one of every so many; 0: none is."""
+    """Whether `step`, counted from 1, is a multiple of `every`; 0: never."""
     return every > 0 and step % every == 0

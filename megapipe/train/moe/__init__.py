@@ -1,1 +1,1 @@
-"""Training of layers with experts: statistics, state of routing, experts that change ranks."""
+"""Training of MoE layers: statistics, routing state, experts that change ranks."""

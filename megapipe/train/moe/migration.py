@@ -1,13 +1,13 @@
-"""Experts change their owners with what tokens choose: ``experts.policy=migrate``.
+"""Migration of experts to owners that fit the load: ``experts.rebalance=migrate``.
 
-Every ``experts.replan`` steps, after the update, each layer takes over the best of the owners that
-there are and those of its pool (:func:`megapipe.experts.pool.migrate`), by the choices of the step,
-which are in its totals. So every rank knows the owners of all layers and nothing is exchanged for
-the choice; pools and the price of a move are those of the first rank. A step without an update
-leaves owners as they are.
+Every ``experts.rebalance_every`` steps, after the update, each layer switches to the best owner
+map: its current one, or one of its pool (:func:`megapipe.experts.pool.migrate`). The load is known
+from the choices of the step, which are in the step's totals. So every rank computes the owners of
+all layers without communication; rank 0 has sent the pools and the price of a move at the start. A
+step without an update leaves the owners unchanged.
 
-Owners follow from those before them, so checkpoints have them. They are of a number of ranks: a run
-that goes on with another one begins with owners as any run does.
+Owners depend on earlier owners, so checkpoints store them. Owners are ep ranks: a run that resumes
+with another number of ep ranks starts with the initial owners.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import migrate
 from megapipe.layers.moe.replicas import ExpertReplicas
 from megapipe.layout.layout import Layout
-from megapipe.layout.moe.replicas import pools_of
+from megapipe.layout.moe.rebalance_checks import pools_of
 from megapipe.layout.speeds import known_speeds
 from megapipe.optim.moe.migration import move_experts
 from megapipe.optim.optimizer import Optimizer
 from megapipe.plan.moe.placement import Costs
 from megapipe.plan.units import Units
-from megapipe.train.moe.routing import by_layer
+from megapipe.train.moe.routing_stats import by_layer
 
 Owners = Mapping[str, Sequence[int]]
-"""By the number of a layer the rank that owns each expert, as JSON has it."""
+"""Owner rank of each expert, by layer number, as stored in JSON."""
 
 
 @dataclass(frozen=True)
 class OwnerChoice:
-    """Of a layer: what it chooses among, and the price of that."""
+    """The owner maps that a layer chooses among, and the price of a move."""
 
     pool: Sequence[ExpertMap]
     worth: float
-    """Rows as which an expert counts that moves."""
+    """Price of moving one expert, as the number of rows per step that take equally long."""
 
 
 class Migration:
-    """Owners of the experts of all layers of a model, each with its choice, every so many steps; of
-    some layers the `places` are here, in an `optimizer`."""
+    """Owners of all layers' experts, chosen every `every` steps among the owner maps in `choices`.
+    `replicas` has the expert slots of the local layers, whose parameters are in `optimizer`."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Migration:
         begin: Mapping[int, ExpertMap],
         choices: Mapping[int, OwnerChoice],
         every: int,
-        places: Mapping[int, ExpertReplicas],
+        replicas: Mapping[int, ExpertReplicas],
     ) -> None:
         self.present = dict(begin)
-        """By layer, the maps in force."""
+        """Maps in force, by layer."""
         self._experts = {layer: each.experts for layer, each in begin.items()}
-        self._optimizer, self._places = optimizer, places
+        self._optimizer, self._replicas = optimizer, replicas
         self._choices, self._every = choices, every
 
     @classmethod
@@ -68,28 +68,30 @@ class Migration:
         config: Config,
         layout: Layout,
         optimizer: Optimizer,
-        places: Mapping[int, ExpertReplicas],
+        replicas: Mapping[int, ExpertReplicas],
     ) -> Migration:
-        """That of a run. All ranks call it. Raises ConfigError on all where the first one cannot
-        read the pool."""
+        """Build the migration state of a run. Collective. Raises ConfigError on all ranks if rank 0
+        cannot read the pool."""
         begin = {n: ExpertMap.even(e, layout.ep) for n, e in layout.model.experts().items()}
         choices = _shared(config, layout, optimizer.mesh)
-        return cls(optimizer, begin, choices, config.experts.replan, places)
+        return cls(optimizer, begin, choices, config.experts.rebalance_every, replicas)
 
-    def migrate_if_due(self, step: int, told: Sequence[float]) -> dict[int, int]:
-        """After the update of a step, counted from 0, of which all ranks together have `told`: if
-        it is one after which owners are chosen, let experts move. Returns by layer how many have;
-        all ranks call it."""
+    def migrate_if_due(self, step: int, routing: Sequence[float]) -> dict[int, int]:
+        """Choose owners and move experts, if due after step `step`, counted from 0. `routing` has
+        the step's routing totals over all ranks. Returns the number of moved experts by layer.
+        Collective."""
         if (step + 1) % self._every:
             return {}
         after = {}
-        for layer, _, numbers, _ in by_layer(self._experts, told):
+        for layer, _, numbers, _ in by_layer(self._experts, routing):
             pool, worth = self._choices[layer].pool, self._choices[layer].worth
             found = migrate(self.present[layer], pool, [int(n) for n in numbers], worth)
             if found.owners != self.present[layer].owners:
                 after[layer] = found
-        here = after.keys() & self._places.keys()
-        move_experts(self._optimizer, {self._places[layer].owners: after[layer] for layer in here})
+        here = after.keys() & self._replicas.keys()
+        move_experts(
+            self._optimizer, {self._replicas[layer].owners: after[layer] for layer in here}
+        )
         moved = {n: _moved(self.present[n].owners, each.owners) for n, each in after.items()}
         self._take_over(after)
         return moved
@@ -97,12 +99,12 @@ class Migration:
     def _take_over(self, after: Mapping[int, ExpertMap]) -> None:
         self.present |= after
         for layer, present in after.items():
-            if layer in self._places:
-                self._places[layer].set_map(present)
+            if layer in self._replicas:
+                self._replicas[layer].set_map(present)
 
     @property
     def owners(self) -> Owners:
-        """Its part of a checkpoint: those that are others than as a run begins."""
+        """Owners to store in a checkpoint, for layers where some differ from the initial ones."""
         return {
             str(layer): list(each.owners)
             for layer, each in self.present.items()
@@ -110,8 +112,8 @@ class Migration:
         }
 
     def load(self, stored: Owners) -> None:
-        """Take over the owners of a checkpoint before its values are read, if they are of as many
-        ranks; other layers begin anew. All ranks call it."""
+        """Load a checkpoint's owners, before its tensors are read. A layer whose owners are missing
+        or are for another number of ranks gets the initial owners. Collective."""
         self._take_over(
             {
                 layer: _stored(stored.get(str(layer)), each.experts, each.ranks)
@@ -121,7 +123,7 @@ class Migration:
 
 
 def _moved(before: Sequence[int], after: Sequence[int]) -> int:
-    """Experts that have other owners."""
+    """Count the experts whose owners differ."""
     return sum(old != new for old, new in zip(before, after, strict=True))
 
 
@@ -129,12 +131,12 @@ def _stored(owners: Sequence[int] | None, experts: int, ranks: int) -> ExpertMap
     begin = ExpertMap.even(experts, ranks)
     try:
         return begin if owners is None else ExpertMap(tuple(owners), begin.replicas)
-    except ConfigError:  # they are of other ranks
+    except ConfigError:  # for another number of ranks
         return begin
 
 
 def _shared(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[int, OwnerChoice]:
-    """The choices of the first rank, which reads the pool and knows its device, on all ranks."""
+    """Return the owner choices on all ranks; rank 0 reads the pools and measures the price."""
     text, error = "", None
     if mesh.rank == 0:
         try:
@@ -153,6 +155,6 @@ def _shared(config: Config, layout: Layout, mesh: ParallelMesh) -> dict[int, Own
 def _as_text(config: Config, layout: Layout) -> str:
     speeds, units, found = known_speeds(config), Units(config, layout), {}
     for layer, pool in pools_of(config, layout).items():
-        worth = Costs.of(units, speeds, layer).worth(config.experts.replan)
+        worth = Costs.of(units, speeds, layer).worth(config.experts.rebalance_every)
         found[layer] = [each.plain() for each in pool], worth
     return json.dumps(found)

@@ -1,14 +1,14 @@
-"""Biases and counts of choices, which layers with experts keep from one step to the next.
+"""State of routers from one step to the next: expert biases, and counts of choices.
 
-An expert's bias is added to its score where experts are chosen. Each update moves it by a fixed
-rate, towards as many choices as the mean of its layer (DeepSeek-V3, 2412.19437). A balance term
-over whole steps goes by the choices of the last one, or by the first one of each token, as those of
-its own are not known yet. Both follow from the choices of the whole step, which are in its totals;
-so every rank has those of all layers alike and nothing is exchanged for it. A step without an
-update leaves both as they are.
+An expert's bias is added to its score when choices are made. Each update changes the bias by a
+fixed rate, so that the expert's choices approach the mean of its layer (DeepSeek-V3, 2412.19437).
+An auxiliary loss over whole steps uses the counts of the previous step, as the current ones are not
+known yet. It counts all choices, or only each token's first choice. Biases and counts depend on the
+choices of the whole step, which are in the step's totals. So every rank has biases and counts of
+all layers without communication. A step without an update leaves both unchanged.
 
-An update that is validated later (:mod:`megapipe.train.step.post_validation`) moves those of the
-layers here, whose choices are known ahead of the totals; the others follow with these.
+With post-validation (:mod:`megapipe.train.step.post_validation`), an update at first changes only
+biases and counts of local layers, whose choices are known before the totals.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megapipe.layers.moe.specs import bias_name, counts_name
 from megapipe.model.interface import StageModule
 from megapipe.ops.transfer import to_device
 from megapipe.train.followers import Follower
-from megapipe.train.moe.routing import by_layer
+from megapipe.train.moe.routing_stats import by_layer
 
 
 class RoutingState(Follower):
-    """Of all layers with experts, of which each has so many `experts`; the `stages` of this process
-    are given theirs.
+    """Biases and counts of all MoE layers, copied to the layers in the local `stages`.
 
-    Without a `bias_rate` there are no biases, which are of the type `dtype`. `counts`: the choices
-    of the last step are kept, with `first_only` the first one of each token.
+    `experts` has the number of experts by layer. Biases have the type `dtype`; without a
+    `bias_rate` there are none. `counts`: whether to store the previous step's choices; with
+    `first_only`, only first choices are counted.
     """
 
     def __init__(
@@ -58,60 +58,59 @@ class RoutingState(Follower):
         ]
         biased = {} if bias_rate is None else experts
         self.biases = {layer: torch.zeros(n, dtype=dtype) for layer, n in biased.items()}
-        """By layer, [experts], on the host."""
+        """Biases [experts] of each layer, on the host."""
         counted = experts if counts else {}
         self.counts = {n: torch.ones(e, dtype=torch.int64) for n, e in counted.items()}
-        """By layer, [experts], on the host: those choices of the last step; spread evenly
-        at first."""
+        """Choices [experts] of each layer in the last step, on the host; spread evenly at first."""
         self._kept: list[Tensor] = []
-        """The same before an update that is not validated."""
+        """Biases and counts before an update that is not validated."""
 
     def after_update(self, step: int, routing: Sequence[float]) -> None:
-        """Move by the choices of the step."""
+        """Update biases and counts with the choices of the step."""
         self.update(routing)
 
     def figures(self) -> dict[str, float]:
-        """Return the largest size of a bias, if there are some."""
-        largest = self.largest_bias
-        return {} if largest is None else {"largest_bias": largest}
+        """Return the largest absolute bias, if there are biases."""
+        largest = self.max_bias
+        return {} if largest is None else {"max_bias": largest}
 
-    def update(self, told: Sequence[float]) -> None:
-        """After the update of a step of which all ranks together have `told`."""
-        self._move(told, self._experts)
+    def update(self, routing: Sequence[float]) -> None:
+        """Update biases and counts with a step's routing totals over all ranks."""
+        self._move(routing, self._experts)
         self._hand_out()
 
     def update_speculatively(
         self, known: Iterable[tuple[Collection[int], Sequence[float]]]
     ) -> None:
-        """After an update that may be undone, with layers here and what is told of their choices by
-        all who have them."""
-        for layers, told in known:
-            self._move(told, layers)
+        """Update local layers after an update that may be undone, with the routing totals of all
+        ranks that have the layers."""
+        for layers, routing in known:
+            self._move(routing, layers)
         self._hand_out()
 
     def snapshot(self) -> None:
-        """Keep what there is for :meth:`restore` or :meth:`confirm`."""
+        """Save the state for :meth:`restore` or :meth:`confirm`."""
         self._kept = [values.clone() for _, values in self._named()]
 
     def restore(self) -> None:
-        """Take back what has moved ahead."""
+        """Undo what :meth:`update_speculatively` has changed."""
         self._put_back()
         self._hand_out()
 
-    def confirm(self, told: Sequence[float]) -> None:
-        """Move all layers by what all ranks together have `told` of the step of an update that
-        holds. The layers here have theirs already; forwards may have begun with it."""
+    def confirm(self, routing: Sequence[float]) -> None:
+        """Update all layers with the routing totals of a validated step over all ranks. Local
+        layers already have the new values, which forwards may have read."""
         self._put_back()
-        self._move(told, self._experts)
+        self._move(routing, self._experts)
 
     def _put_back(self) -> None:
         for (_, values), kept in zip(self._named(), self._kept, strict=True):
             values.copy_(kept)
 
-    def _move(self, told: Sequence[float], layers: Collection[int]) -> None:
+    def _move(self, routing: Sequence[float], layers: Collection[int]) -> None:
         if self.empty:
             return
-        for layer, _, chosen, counted in by_layer(self._experts, told):
+        for layer, _, chosen, counted in by_layer(self._experts, routing):
             if layer not in layers:
                 continue
             if self._rate is not None:
@@ -123,12 +122,12 @@ class RoutingState(Follower):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is kept from step to step."""
+        """Whether there are neither biases nor counts."""
         return not (self.biases or self.counts)
 
     @property
-    def largest_bias(self) -> float | None:
-        """The largest size of a bias; None: there are none."""
+    def max_bias(self) -> float | None:
+        """Largest absolute bias; None without biases."""
         return max((bias.abs().max().item() for bias in self.biases.values()), default=None)
 
     def tensors(self) -> Iterator[Piece]:
@@ -137,16 +136,16 @@ class RoutingState(Follower):
             yield Piece(name, tuple(values.shape), whole(tuple(values.shape)), values)
 
     def entries(self) -> list[str]:
-        """Return the names of their entries."""
+        """Return the names of biases and counts in a checkpoint."""
         return [name for name, _ in self._named()]
 
     def read_weights(self, weights: TensorReader) -> None:
-        """Take over biases."""
+        """Load biases, which belong to the weights."""
         self.read(weights, ())
 
     def read(self, weights: TensorReader, names: Collection[str]) -> None:
-        """Take over biases, which belong to the weights, and counts if they are among the `names`
-        of what is there; else choices are taken as spread evenly. Raises CheckpointError."""
+        """Load biases, which belong to the weights, and counts if they are among the stored
+        `names`; else assume evenly spread choices. Raises CheckpointError."""
         for layer, bias in self.biases.items():
             weights.read_into(bias, bias_name(layer), whole(tuple(bias.shape)))
         for layer, counts in self.counts.items():
@@ -163,7 +162,7 @@ class RoutingState(Follower):
             yield counts_name(layer, self._first_only), counts
 
     def _hand_out(self) -> None:
-        """Give the layers here theirs."""
+        """Copy biases and counts to the local layers."""
         for module in self._layers:
             if module.bias is not None:
                 module.bias.copy_(to_device(self.biases[module.layer], module.bias.device))

@@ -1,8 +1,8 @@
-"""Weights of a dense model as those of one with experts: each expert begins as a copy of the MLP.
+"""Upcycling: a dense model's weights in an MoE model; each expert is initially equal to the MLP.
 
-A token's result is then that of the dense model, whichever experts it goes to, where the weights of
-its choices sum to 1 (`model.moe.normalise` with `scale` 1) and none is dropped (Komatsuzaki et al.,
-2212.05055). Routers begin afresh, their biases at 0.
+A token's result then equals the dense model's, whichever experts it goes to, if the weights of its
+choices sum to 1 (`model.moe.norm_topk_prob` with `scale` 1) and no token is dropped (Komatsuzaki et
+al., 2212.05055). Routers start with new weights, and with biases of 0.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ _MIXTURE = "model.moe."
 
 @dataclass(frozen=True)
 class Upcycled:
-    """Dense `weights` as a run with experts reads them, in the place of a checkpoint that has
-    weights alone. Make one with :meth:`of`."""
+    """Dense `weights` that are read as the weights of an MoE model, like a weights-only checkpoint.
+    Made with :meth:`of`."""
 
     weights: TensorReader
     config: Mapping[str, JsonValue]
-    """The keys of the dense model, with those of the run for its experts."""
+    """Configuration of the dense model, with the run's settings of the section `model.moe`."""
 
     @classmethod
     def of(cls, weights: TensorReader, config: Config) -> Upcycled:
-        """Raises CheckpointError where `weights` have experts or an MLP of another width."""
+        """Wrap `weights`; raises CheckpointError if they have experts or another FFN size."""
         stored, run = weights.config, flatten(config)
-        if (experts := stored.get("model.moe.experts")) is not None:
+        if (experts := stored.get("model.moe.num_experts")) is not None:
             raise CheckpointError(
-                f"{weights.path} has model.moe.experts={experts} already: expected a dense model "
-                "with checkpoint.upcycle=true"
+                f"{weights.path} already has model.moe.num_experts={experts}: expected a "
+                "dense model with checkpoint.upcycle=true"
             )
         width = stored.get("model.ffn_hidden")
-        if width != config.model.moe.ffn:
+        if width != config.model.moe.expert_ffn_hidden:
             raise CheckpointError(
-                f"{weights.path} has model.ffn_hidden={width}, of which experts with "
-                f"model.moe.ffn={config.model.moe.ffn} are no copies: expected {width}"
+                f"{weights.path} has model.ffn_hidden={width}, but "
+                f"model.moe.expert_ffn_hidden={config.model.moe.expert_ffn_hidden}: experts "
+                f"are copies of its MLP, so expected {width}"
             )
         own = {key: value for key, value in run.items() if key.startswith(_MIXTURE)}
         return cls(weights, {**stored, **own})
 
     @property
     def path(self) -> StorageLocation:
-        """Where the dense weights are."""
+        """Location of the dense weights."""
         return self.weights.path
 
     def match(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless there is exactly what these tensors are made of."""
+        """Raise CheckpointError unless the dense weights are exactly those that `shapes` need."""
         needed = {}
         for name, shape in shapes.items():
             if _is_fresh(name):
@@ -68,7 +69,7 @@ class Upcycled:
         self.weights.match(needed)
 
     def read_into(self, out: Tensor, name: str, region: Region) -> None:
-        """Fill `out`, on the host, with a region of a tensor; raises CheckpointError."""
+        """Fill `out`, on the host, with a region of an MoE tensor; raises CheckpointError."""
         if _is_fresh(name):
             out.zero_()
             return
@@ -81,7 +82,7 @@ class Upcycled:
 
 
 def without_source(names: Iterable[str]) -> set[str]:
-    """Tensors of a model with experts that nothing in a dense one becomes: those of routers."""
+    """Return the names of MoE tensors that a dense model lacks: those of routers."""
     return set(filter(_is_fresh, names))
 
 

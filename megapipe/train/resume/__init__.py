@@ -1,1 +1,1 @@
-"""Going on from a checkpoint: which one, under which changes of keys."""
+"""Resuming from a checkpoint: which checkpoint, and which changed settings are allowed."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from; all ranks take the same one."""
+"""Choice of the checkpoint that a run starts from, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megapipe.train.resume.find import (
     placed,
     verified,
 )
-from megapipe.train.resume.memory_copies import MemoryCheckpoints, run_of
-from megapipe.train.source import StartPoint, folder_to_load, of_load
+from megapipe.train.resume.memory_checkpoints import MemoryCheckpoints, run_of
+from megapipe.train.start_point import StartPoint, folder_to_load, of_load
 
 
 def choose_start_point(
@@ -38,14 +38,14 @@ def choose_start_point(
     before: int | None = None,
     memory: MemoryCheckpoints | None = None,
 ) -> StartPoint:
-    """The newest checkpoint in `checkpoints` that is intact, or a newer one in the `memory` of the
-    nodes, else ``checkpoint.load``, else weights that are in `checkpoints` alone.
+    """Choose the newest intact checkpoint in `checkpoints`, or a newer in-memory one in `memory`.
+    If there is none, choose ``checkpoint.load`` or else a weights-only checkpoint in `checkpoints`.
 
-    Damaged ones are passed over if one is intact; ``checkpoint.load`` must be intact. Where a
-    launcher has started the run again, rank 0 is given `before`: if not 0, checkpoints of so many
-    steps or more are passed over from now on, as long as there is another. Copies in memory that
-    are newer than what is chosen are removed. Raises :class:`CheckpointError` or
-    :class:`ConfigError` on every rank, as ``run.resume`` demands.
+    Damaged checkpoints are skipped if another one is intact; ``checkpoint.load`` must be intact.
+    After a restart, rank 0 passes `before`, the launcher's request. If it is not 0, checkpoints of
+    `before` or more steps are skipped from now on, unless there is no other checkpoint. In-memory
+    checkpoints newer than the chosen checkpoint are removed. Raises :class:`CheckpointError` or
+    :class:`ConfigError` on every rank if the result is not allowed by ``run.resume``.
     """
     before = json.loads(mesh.share(json.dumps(before)))
     if config.run.resume == "never" and before is None:
@@ -60,7 +60,7 @@ def choose_start_point(
     found = _newest_of_all(checkpoints, mesh, failed.paths, copies)
     if found.checkpoint is not None:
         found.skipped.extend(
-            f"{path}: starts from it, or before it, have failed"
+            f"{path}: starts from it, or from before it, failed"
             for path in failed.paths
             if at(path).is_checkpoint()
         )
@@ -84,7 +84,7 @@ def choose_start_point(
     if must or (found.damaged and not never):
         where = "" if found.damaged else "run.resume=must: "
         reasons = f": {'; '.join(found.skipped)}" if found.skipped else ""
-        advice = "to begin anew set run.resume=never, or another run.name"
+        advice = "to start over set run.resume=never, or another run.name"
         raise CheckpointError(
             f"{where}{checkpoints}: no checkpoint to resume from{reasons}; "
             + (advice if reasons else "expected one, or auto")
@@ -101,14 +101,14 @@ def choose_start_point(
 
 
 class _Copies(NamedTuple):
-    """Where to look for copies in memory: those of a run, of less than `below` steps if given."""
+    """In-memory checkpoints of one run to choose from; with `below`, only those of fewer steps."""
 
     memory: MemoryCheckpoints
     run: str
     below: int | None
 
     def newest(self, above: int, skipped: list[str]) -> Checkpoint | None:
-        """The newest of more than `above` steps; `skipped` gets what is wrong with others."""
+        """Return the newest checkpoint of more than `above` steps; add problems to `skipped`."""
         checkpoint, reasons = self.memory.newest(self.run, above, self.below)
         skipped += [reason for reason in reasons if reason not in skipped]
         return checkpoint
@@ -120,8 +120,8 @@ def _newest_of_all(
     failed: Collection[StorageLocation],
     copies: _Copies | None,
 ) -> Newest:
-    """:func:`newest_intact`, or a copy in memory that is newer; files in `folder` are not read
-    where their names tell that it is."""
+    """Return the newest intact checkpoint in `folder`, or a newer in-memory one. Files in `folder`
+    are not read if their names show that the in-memory checkpoint is newer."""
     skipped: list[str] = []
     if copies is not None:
         path = newest_of(folder, {*failed}, [], mesh)
@@ -139,7 +139,7 @@ def _newest_of_all(
 
 
 def _begin_from(config: Config, source: StartPoint, mesh: ParallelMesh) -> None:
-    """Set what ``checkpoint.load`` names, which rank 0 looks up, as the start of a run."""
+    """Set the start point `source` from ``checkpoint.load``. Rank 0 looks up the folder."""
     text, error = "", None
     if mesh.rank == 0:
         try:
@@ -157,8 +157,8 @@ def _begin_from(config: Config, source: StartPoint, mesh: ParallelMesh) -> None:
 def _intact(
     kind: str, path: StorageLocation, config: Config, source: StartPoint, mesh: ParallelMesh
 ) -> Checkpoint:
-    """The checkpoint at `path`, or the newest of the run there; `source` is told what was passed
-    over."""
+    """Return the intact checkpoint at `path`, or the newest intact one of the run at `path`.
+    Reasons for skipping other checkpoints are added to `source`."""
     if kind == "checkpoint":
         checkpoint, problem = verified(path, mesh)
         if checkpoint is None:
@@ -175,9 +175,9 @@ def _intact(
 
 
 def find_weights(name: str, mesh: ParallelMesh) -> StartPoint:
-    """Find the weights that `name` stands for, as in ``checkpoint.load``; they must be intact.
+    """Find the weights that `name` stands for, as in ``checkpoint.load``.
 
-    Raises :class:`CheckpointError` or :class:`ConfigError` on every rank.
+    Raises :class:`CheckpointError` or :class:`ConfigError` on every rank, also for damaged weights.
     """
     source = StartPoint()
     _begin_from(Config(checkpoint=CheckpointConfig(load=name, load_only="weights")), source, mesh)
@@ -185,8 +185,8 @@ def find_weights(name: str, mesh: ParallelMesh) -> StartPoint:
 
 
 def _failed(folder: StorageLocation, before: int, mesh: ParallelMesh) -> FailedCheckpoints:
-    """Checkpoints that rank 0 finds marked, after it has marked those of `before` steps or more;
-    0: none."""
+    """Return the checkpoints that are marked as failed. First, rank 0 marks those of `before` or
+    more steps, unless `before` is 0."""
     failed, error = FailedCheckpoints(folder), None
     if mesh.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Where a run is, as the manifest of a checkpoint has it."""
+"""The progress of a run, as stored in the manifest of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megapipe.errors import CheckpointError
 
 
 class ResumePoint(BaseModel):
-    """Where a run is, by its checkpoint. Other keys are of members of the run's state
-    (:class:`~megapipe.checkpoint.stateful.Stateful`), or of a later version."""
+    """Progress of a run, from its checkpoint's coordinates. Other coordinates belong to members of
+    the run's state (:class:`~megapipe.checkpoint.stateful.Stateful`), or to a later version."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     updates: Count
     lr: float = Field(0.0, ge=0)
-    """Learning rate of the last update; 0 where a checkpoint does not say."""
+    """Learning rate of the last update; 0 if it is not stored."""
     samples: Count
-    """Taken so far."""
+    """Number of samples taken so far."""
     order: str = ""
-    """Names the order of the samples."""
+    """Name of the sample order."""
     threads: Count = 0
-    """Threads of a process; 0 where a checkpoint does not say."""
+    """Number of threads of a process; 0 if it is not stored."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ResumePoint:

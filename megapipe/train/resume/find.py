@@ -1,4 +1,4 @@
-"""Checkpoints in folders, found and verified by all ranks alike."""
+"""Search for checkpoints in folders, and verification, with equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megapipe.checkpoint.names import MANIFEST
 from megapipe.checkpoint.reader import Checkpoint, NewestCheckpoint, find_newest
-from megapipe.checkpoint.storage import StorageLocation, at, place_of
+from megapipe.checkpoint.storage import StorageLocation, at, location_of
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.convert.folder import HuggingFaceFolder, read_model
@@ -19,28 +19,28 @@ from megapipe.errors import CheckpointError, MegapipeError, StorageError
 from megapipe.train.run_folder import patience_s
 from megapipe.util.urls import is_remote
 
-_UNREAD = "it may be intact, so it is neither passed over nor removed"
-"""The end of a sentence on a checkpoint that cannot be read."""
+_UNREAD = "it may be intact, so it is neither skipped nor removed"
+"""Final words of the message on a checkpoint that cannot be read."""
 
 
 def placed(name: Path | str, config: Config, mesh: ParallelMesh) -> StorageLocation:
-    """The place of a path or a URL; raises on every rank where one lacks what a URL needs."""
+    """Return the location of a path or URL; raises on every rank if a needed package is missing."""
     if isinstance(name, Path) or not is_remote(name):
         return Path(name)
-    place, error = None, None
+    location, error = None, None
     try:
-        place = place_of(name, what="URL", patience_s=patience_s(config))
+        location = location_of(name, what="URL", patience_s=patience_s(config))
     except MegapipeError as problem:
         error = problem
     raise_on_all(mesh, error)
-    assert place is not None
-    return place
+    assert location is not None
+    return location
 
 
 def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:
-    """The checkpoint at a path or URL, or the newest of those in it; it must be intact.
+    """Return the checkpoint at a path or URL, or the newest one in a folder there.
 
-    Raises :class:`CheckpointError` on every rank.
+    Raises :class:`CheckpointError` on every rank, also if the checkpoint is not intact.
     """
     path = placed(name, config, mesh)
     is_one = mesh.share("yes" if at(path / MANIFEST).exists() else "no") == "yes"
@@ -54,23 +54,23 @@ def find(name: Path | str, config: Config, mesh: ParallelMesh) -> Checkpoint:
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint that is intact and has states, and those that are not."""
+    """Result of a search: the newest intact checkpoint that has states, and what was skipped."""
 
     checkpoint: Checkpoint | None
     skipped: list[str]
-    """Why newer ones were passed over."""
+    """Reasons why newer checkpoints were skipped."""
     damaged: bool
-    """Some on the disk are damaged."""
+    """Whether some checkpoints on the disk are damaged."""
     weights: Checkpoint | None = None
-    """The newest of weights alone that is intact, of those that are newer."""
+    """Newest intact weights-only checkpoint, if it is newer than `checkpoint`."""
 
 
 def newest_intact(
     folder: StorageLocation, mesh: ParallelMesh, but: Collection[StorageLocation] = ()
 ) -> Newest:
-    """The newest checkpoint in `folder` that :func:`verified` finds nothing wrong with, of all
-    `but` some, and one of weights alone that is newer. Raises :class:`CheckpointError` on every
-    rank where one cannot be read."""
+    """Find the newest checkpoint in `folder` that :func:`verified` accepts, and a newer
+    weights-only checkpoint, if any. Checkpoints in `but` are ignored. Raises
+    :class:`CheckpointError` on every rank if a checkpoint cannot be read."""
     skipped: list[str] = []
     passed = {*but}
     weights: Checkpoint | None = None
@@ -89,7 +89,8 @@ def newest_intact(
 def newest_of(
     checkpoints: StorageLocation, skip: set[StorageLocation], skipped: list[str], mesh: ParallelMesh
 ) -> StorageLocation | None:
-    """The newest checkpoint that rank 0 finds; `skipped` gets why it passed over others."""
+    """Return the newest checkpoint that rank 0 finds and that is not in `skip`, or None. Reasons
+    why newer checkpoints cannot be used are added to `skipped`."""
     found = NewestCheckpoint(None, [])
     error: MegapipeError | None = None
     if mesh.rank == 0:
@@ -107,8 +108,9 @@ def newest_of(
 
 
 def verified(path: StorageLocation, mesh: ParallelMesh) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if it is whole and its values are finite, else why not. Each rank reads its
-    share of the files. Raises :class:`CheckpointError` on every rank if one cannot read them."""
+    """Return the checkpoint if it is intact and all values are finite, else None and the reason.
+    Each rank reads some of the files. Raises :class:`CheckpointError` on every rank if a rank
+    cannot read them."""
     checkpoint, error, unread = None, None, None
     try:
         checkpoint = Checkpoint.open_sound(path, mesh.rank, mesh.world)
@@ -122,7 +124,7 @@ def verified(path: StorageLocation, mesh: ParallelMesh) -> tuple[Checkpoint | No
 
 
 def open_hugging_face(path: Path, mesh: ParallelMesh) -> HuggingFaceFolder:
-    """A folder of Hugging Face's, whose config rank 0 reads; raises on every rank."""
+    """Open a Hugging Face folder. Rank 0 reads its config. Errors are raised on every rank."""
     text, folder, error = "", None, None
     try:
         if mesh.rank == 0:

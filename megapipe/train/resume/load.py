@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or weights alone, into the state of a run; all ranks load the same one."""
+"""Loading of a checkpoint, or only of weights, into a run's state, equally on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import MegapipeError
 from megapipe.train import checkpoint_io
 from megapipe.train.moe.upcycle import without_source
-from megapipe.train.resume.memory_copies import MemoryCheckpoints
+from megapipe.train.resume.memory_checkpoints import MemoryCheckpoints
 from megapipe.train.state import RunState
 
 
@@ -21,8 +21,8 @@ def load(
     mesh: ParallelMesh,
     memory: MemoryCheckpoints | None = None,
 ) -> None:
-    """Set weights and states to the checkpoint's, which may be a copy in `memory`. Raises on every
-    rank if it does not fit."""
+    """Load weights and states of a checkpoint; an in-memory one is fetched from `memory`. Raises on
+    every rank if the checkpoint does not fit."""
     error, machine = None, state.machine
     if memory is not None:
         state.prepare(checkpoint)
@@ -43,8 +43,8 @@ def load(
 
 
 def load_weights(weights: TensorReader, state: RunState, mesh: ParallelMesh) -> None:
-    """Set the weights alone; adapters, where `weights` have none, begin afresh, and so do routers
-    of experts that are copies. Raises on every rank if they do not fit."""
+    """Load only weights. Adapters that `weights` lack and the routers of an upcycled model are
+    initialised. Raises on every rank if the weights do not fit."""
     machine = state.machine
     error, model, run = None, machine.layout.model, machine.config
     fresh: Collection[str] = ()

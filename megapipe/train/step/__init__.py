@@ -1,1 +1,1 @@
-"""One training step, in parts."""
+"""The parts of a training step: data, computation, totals, validation of the update."""

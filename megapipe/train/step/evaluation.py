@@ -1,4 +1,4 @@
-"""The loss over held-out samples, by forward programs alone."""
+"""The loss over held-out samples, computed with forward-only programs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megapipe.engine.executor import Executor
 from megapipe.schedule.generators import forward_only
 from megapipe.schedule.ir import Schedule
 from megapipe.train.feed import BatchReader, Feed
+from megapipe.train.step.local_stats import StepTotals
 from megapipe.train.step.machine import Machine
-from megapipe.train.step.own_totals import StepTotals
 
 MICROBATCHES = 64
-"""Most micro-batches of one program."""
+"""Maximum number of micro-batches in one forward-only program."""
 
 
 class ValidationResult(NamedTuple):
-    """The result of validation."""
+    """The result of a validation."""
 
     loss: float
-    """Mean over the unmasked tokens, in nats."""
+    """Mean loss over the unmasked tokens, in nats."""
     tokens: int
-    """Unmasked tokens."""
+    """Number of unmasked tokens."""
     stopped: bool = False
-    """Some rank was asked to stop before all samples were seen; the loss is nan."""
+    """Whether some rank was asked to stop before all samples were seen; the loss is then nan."""
 
 
 class Evaluator:
@@ -39,12 +39,12 @@ class Evaluator:
         self._feed = feed
         self._totals = totals
         self._programs: dict[int, tuple[Schedule, list[Executor]]] = {}
-        """By the number of micro-batches."""
+        """Schedule and executors by the number of micro-batches."""
 
     def evaluate(
         self, rows: BatchReader, samples: int, stop: Callable[[], bool]
     ) -> ValidationResult:
-        """See :meth:`~megapipe.train.train_step.TrainStep.evaluate`."""
+        """Return the mean loss over samples 0 to `samples` - 1; end early if `stop` on any rank."""
         machine = self._machine
 
         def masked(indices: Sequence[int]) -> Samples:
@@ -71,8 +71,8 @@ class Evaluator:
         return ValidationResult(total / max(tokens, 1), tokens)
 
     def run_forward(self, rows: BatchReader, first: int, microbatches: int) -> tuple[float, int]:
-        """Sum of the unmasked token losses, and these tokens, of the samples from `first` on that
-        the last stages of this process see in so many micro-batches."""
+        """Return the sum and number of the unmasked token losses on this process's last stages, for
+        `microbatches` micro-batches from sample `first` on."""
         machine = self._machine
         if microbatches not in self._programs:
             schedule = forward_only(machine.placement, microbatches)

@@ -18,7 +18,7 @@ from megapipe.train.step.machine import Machine
 
 
 class _LogitsStage:
-    """A last stage that returns its logits in place of the loss."""
+    """A last stage that returns its logits instead of the loss."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -31,9 +31,9 @@ class _LogitsStage:
 
 
 def compute_logits(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
-    """Logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), on every rank.
+    """Compute logits [b, s, V] of `tokens` [b, s], in fp32 (fp64 for fp64), on every rank.
 
-    `end` is the token that ends a document where attention ends at documents.
+    `end` is the token that ends a document if attention ends at documents.
     """
     mesh, placement = machine.mesh, machine.placement
     tokens = tokens.to(mesh.device)
@@ -80,7 +80,7 @@ def compute_logits(machine: Machine, tokens: Tensor, end: int | None) -> Tensor:
     whole = torch.zeros(*tokens.shape, vocabulary, dtype=dtype, device=mesh.device)
     if own is not None:
         whole[:, own_positions] = own
-    # of zeros, but for one rank at each position
+    # every position is zero on all ranks except one
     return all_reduce(all_reduce(whole, mesh.cp), mesh.pp)
 
 

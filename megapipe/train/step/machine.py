@@ -1,4 +1,4 @@
-"""All that a process computes with, built once from top to bottom and never changed."""
+"""The objects with which a process computes, built once: stages, pipeline, optimizer."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from megapipe.ops.kernels import Kernels
 from megapipe.optim.optimizer import Optimizer
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
-from megapipe.train.kernels import agreed_kernels
+from megapipe.train.kernel_selection import agreed_kernels
 from megapipe.train.messages import MessageShapes, receive_ahead
 from megapipe.train.step.make_optimizer import make_optimizer
 
 Initial = Callable[[LocalParameter, Tensor], None]
-"""Writes the initial weights of a region of a global tensor."""
+"""Function that writes the initial weights of a region of a global tensor."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The stages of a process, the pipeline between them and those of others, and the optimizer."""
+    """The stages of a process, its channels to neighbouring stages, and its optimizer."""
 
     config: Config
     layout: Layout
     mesh: ParallelMesh
     schedule: Schedule
-    """The schedule that training begins with."""
+    """Schedule that training begins with."""
     kernels: Kernels
     messages: MessageShapes
     pipeline: Pipeline
     modules: Mapping[int, StageModule]
-    """By the number of the stage."""
+    """Modules by stage number."""
     stages: Mapping[int, Stage]
-    """By number."""
+    """Stages by number."""
     optimizer: Optimizer
 
     @property
     def placement(self) -> Placement:
-        """The ranks of the stages, in which all schedules of a run agree."""
+        """Map from stages to pipeline ranks, equal in all schedules of a run."""
         return self.schedule.placement
 
     @property
     def last(self) -> Stage | None:
-        """The last stage, where this process has it."""
+        """Last stage of the pipeline, if this process has it."""
         return self.stages.get(self.placement.stages - 1)
 
     def executors(
@@ -84,11 +84,11 @@ def build_machine(
     kernels: Kernels | None = None,
     initial: Initial | None = None,
 ) -> Machine:
-    """Build what this process computes with; all ranks call it.
+    """Build the stages, the pipeline and the optimizer of this process. Collective.
 
     `schedule` replaces the configured one, `kernels` those of
-    :func:`~megapipe.train.kernels.agreed_kernels`, and `initial` weights drawn from ``run.seed``.
-    Raises :class:`ScheduleError` for a schedule that does not fit `layout`.
+    :func:`~megapipe.train.kernel_selection.agreed_kernels`, and `initial` the weights drawn from
+    ``run.seed``. Raises :class:`ScheduleError` for a schedule that does not fit `layout`.
     """
     schedule = schedule or layout.schedule
     check_schedule(schedule, layout)
@@ -105,7 +105,7 @@ def build_machine(
         packed=layout.sends_tuples,
         debug=config.pipeline.debug,
         receive_ahead=receive_ahead(config, layout, mesh.device),
-        ctas=config.pipeline.channel_ctas,
+        ctas=config.pipeline.p2p_max_ctas,
     )
     modules = {
         stage: layout.model.build(layout.stage_layers[stage], make_sharding(config, mesh, kernels))
@@ -120,7 +120,7 @@ def build_machine(
         for stage, module in modules.items()
     }
     for stage in stages.values():
-        stage.module.to(mesh.device)  # buffers; parameters are there
+        stage.module.to(mesh.device)  # moves buffers; parameters are there already
         stage.route_autograd_grads()
     seed = config.run.seed
     optimizer.set_weights(initial or (lambda spec, out: spec.initialise(out, seed)))
@@ -132,7 +132,7 @@ def build_machine(
 
 
 def check_schedule(schedule: Schedule, layout: Layout) -> None:
-    """Refuse a schedule of another number of ranks, stages or micro-batches."""
+    """Refuse a schedule that differs from the layout in ranks, stages or micro-batches."""
     placement, whole = schedule.placement, schedule.whole_microbatches
     sizes = (placement.ranks, placement.stages) == (layout.pp, layout.stages)
     counts = [layout.microbatches, *(s.whole_microbatches for s in layout.ramp_schedules.values())]

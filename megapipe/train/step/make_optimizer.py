@@ -1,4 +1,4 @@
-"""The optimizer of a process: buckets of its stages, and where their states live."""
+"""Construction of a process's optimizer: buckets of its stages, and storage of their states."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megapipe.optim.buffers import make_buckets
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.state_store import StatePolicy
 from megapipe.optim.velocity import decay
+from megapipe.schedule.async_schedules.async_schedule import mean_staleness, moved_back
 from megapipe.schedule.ir import Schedule
-from megapipe.schedule.streams.stream import mean_staleness, moved_back
 
 
 def make_optimizer(
@@ -29,17 +29,17 @@ def make_optimizer(
     modules: Mapping[int, StageModule],
     kernels: Kernels,
 ) -> Optimizer:
-    """Make the optimizer of the stages `modules`, whose parameters get their storage. `schedule` is
-    the one that training begins with, and may place stages elsewhere than the layout's."""
+    """Make the optimizer of the stages `modules`, whose parameters get memory in buckets. Training
+    begins with `schedule`, whose placement may differ from the layout's."""
     run, stages = config.run, schedule.placement.stages
     plans = process_buckets(config, replace(layout, schedule=schedule), mesh.at.pp)
     buckets = make_buckets(plans, modules, mesh)
-    places = attach_expert_replicas(config, modules)
+    replicas = attach_expert_replicas(config, modules)
     states = StatePolicy.of(config.optimizer, run.seed, Path(run.folder) / run.name, mesh.device)
     velocity, staleness = {}, {}
     if layout.async_schedule is not None:
         states = replace(states, separate_masters=True)
-        correction = config.pipeline.correction
+        correction = config.pipeline.velocity_decay
         back = moved_back(layout.async_schedule)
         velocity = {stage: decay(correction, updates) for stage, updates in back.items()}
         behind = mean_staleness(layout.async_schedule)
@@ -54,5 +54,5 @@ def make_optimizer(
         kernel=kernels.adam,
         velocity=velocity,
         staleness=staleness,
-        replicas=places,
+        replicas=replicas,
     )

@@ -1,12 +1,12 @@
-"""Optimizer steps that are taken at once, and validated while the next step begins.
+"""Post-validation: updates that are made at once, and validated while the next step begins.
 
-Clipping needs the global gradient norm, so every rank would wait at the end of a step until the
-slowest one is there: a barrier that undoes what a schedule without bubbles has gained (Qi et al.,
-2401.10241, section 4). Here a rank updates its weights as soon as its own gradients are reduced, if
-nothing that it has seen itself forbids that, and begins the next step. Meanwhile the norms are
-exchanged along the pipeline. Before the first backward all ranks look at the same sum: if it asks
-for clipping, or is not finite, they abort what they have begun, take back the update to the last
-bit, make the right one, and begin again.
+Clipping needs the global gradient norm. So every rank would wait at the end of a step for the
+slowest rank. Such a barrier undoes the gain of a schedule without bubbles (Qi et al., 2401.10241,
+section 4). Instead a rank updates its weights as soon as its gradients are reduced, if its totals
+allow an update, and begins the next step. Meanwhile the norms are exchanged along the pipeline.
+Each rank has the totals of all ranks before its first backward. If they require clipping, or are
+not finite, all ranks abort the new step, undo the update bitwise, make the right update, and begin
+the new step again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megapipe.layout.layout import Layout
 from megapipe.schedule.ir import Schedule
 from megapipe.train.feed import BatchReader, LocalTokens
 from megapipe.train.step.data import StepData
+from megapipe.train.step.local_stats import StepTotals
 from megapipe.train.step.machine import Machine
-from megapipe.train.step.own_totals import StepTotals
 from megapipe.train.step.stepper import Asked, Executors, Watch
-from megapipe.train.totals import LARGEST, StepStats, Wishes
+from megapipe.train.step_stats import LARGEST, RankRequests, StepStats
 from megapipe.train.update import StepResult, Update
 
 Known = Sequence[tuple[Collection[int], Sequence[float]]]
-"""Layers, and what is told of their choices."""
+"""Groups of local layers, each with routing totals that are complete for the group's layers."""
 
 
 class _Taken(NamedTuple):
@@ -39,24 +39,24 @@ class _Taken(NamedTuple):
 
     step: int
     totals: Callable[[], Tensor]
-    """Waits for the totals of all pipeline ranks."""
+    """Function that waits for the totals of all pipeline ranks."""
     scaler: Mapping[str, JsonValue]
-    """The loss scale's state before it."""
+    """State of the loss scale before the step."""
     made: int
-    """The step of the update before it."""
+    """Index, from 0, of the step that made the previous update."""
     executor: Executor
     rows: BatchReader
 
 
 class Shared(NamedTuple):
-    """Layers that pipeline ranks have in common."""
+    """Layers that the same pipeline ranks hold, and the axis of these ranks."""
 
     layers: Collection[int]
     ranks: Axis
 
 
 def layers_here(mesh: ParallelMesh, layout: Layout) -> list[Shared]:
-    """The layers of this rank, by the ranks that have them. All ranks call it."""
+    """Return this rank's layers, grouped by the pipeline ranks that hold them. Collective."""
     placement, found = layout.schedule.placement, dict[tuple[int, ...], list[int]]()
     for stage, spec in enumerate(layout.stage_layers):
         found.setdefault(placement.holders(stage), []).extend(spec.layers)
@@ -68,7 +68,7 @@ def layers_here(mesh: ParallelMesh, layout: Layout) -> list[Shared]:
 
 
 class PostValidation:
-    """Takes steps whose updates are validated only after they are made."""
+    """Takes steps whose updates are validated only after the updates are made."""
 
     def __init__(
         self,
@@ -86,23 +86,25 @@ class PostValidation:
         self.executors = Executors(machine)
         self._taken: _Taken | None = None
         self.undone = 0
-        """Updates so far that were undone, or not made before validation."""
+        """Number of steps whose update was undone, or was not made before validation."""
 
     @property
     def open(self) -> bool:
         """Whether a step is still to be validated."""
         return self._taken is not None
 
-    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
-        """Take step `step`; returns the result of the one before."""
+    def train(
+        self, step: int, rows: BatchReader, requests: Asked, watch: Watch
+    ) -> list[StepResult]:
+        """Take step `step`; return the result of the previous step."""
         executor = self.executors.of(watch)[0]
         tokens = self._begin(executor, step, rows)
-        result, held = self._validate(executor.abort)
-        if not held:
+        result, valid = self._validate(executor.abort)
+        if not valid:
             tokens = self._begin(executor, step, rows)
         self._complete(executor)
         self._data.upload_ahead(step + 1, rows)
-        vector = self._vector(tokens, wishes)
+        vector = self._vector(tokens, requests)
         totals = self._mesh.start_ordered_sum(vector, "pp", largest=LARGEST)
         update = self._update
         self._taken = _Taken(step, totals, update.scaler.state(), update.made, executor, rows)
@@ -110,35 +112,35 @@ class PostValidation:
         return result
 
     def _begin(self, executor: Executor, step: int, rows: BatchReader) -> LocalTokens:
-        """Run the prefix of a step; its tokens."""
+        """Run a step's prefix: forwards that can be undone. Return the step's token counts."""
         microbatches, tokens = self._data.fetch(step, rows)
         executor.run_prefix(microbatches)
         return tokens
 
     def _complete(self, executor: Executor) -> None:
-        """Run what follows the prefix, once nothing needs the gradients of the step before."""
+        """Run the rest of a step, once the previous step's gradients are no longer needed."""
         self._update.optimizer.zero_grad()
         executor.resume()
 
-    def _vector(self, tokens: LocalTokens, wishes: Asked) -> Tensor:
-        """Packed totals of this pipeline rank and its replicas."""
-        own = self._totals.own(tokens, wishes).pack()
+    def _vector(self, tokens: LocalTokens, requests: Asked) -> Tensor:
+        """Return the packed totals of this pipeline rank and its replicas."""
+        own = self._totals.own(tokens, requests).pack()
         return self._mesh.ordered_sum(own, "tp", "cp", "dp", largest=LARGEST)
 
-    def _again(self, taken: _Taken) -> StepStats:
-        """Compute a step anew, whose update is undone; the totals of all ranks."""
+    def _replay(self, taken: _Taken) -> StepStats:
+        """Replay a step whose update is undone; return the totals of all ranks."""
         tokens = self._begin(taken.executor, taken.step, taken.rows)
         self._complete(taken.executor)
-        vector = self._vector(tokens, Wishes)
+        vector = self._vector(tokens, RankRequests)
         whole = self._mesh.ordered_sum(vector, "pp", largest=LARGEST)
         return self._totals.unpack(whole)
 
     def settle(self) -> list[StepResult]:
-        """Validate the last step; returns its result, unless that was done before."""
+        """Validate the last step and return its result; [] if it is validated already."""
         return self._validate(lambda: None)[0]
 
     def drop(self) -> None:
-        """Forget the step that is open, of which nothing is to stay."""
+        """Drop the step that has not been validated."""
         self._taken = None
 
     def use_schedule(self, schedule: Schedule) -> None:
@@ -150,8 +152,8 @@ class PostValidation:
         return self._data.samples_read
 
     def _known(self, vector: Tensor) -> Known:
-        """The layers here, and what all who have them tell of their choices, from the packed totals
-        of this pipeline rank."""
+        """Return the routing totals of local layers, in groups, summed over all ranks that have the
+        layers. `vector`: packed totals of this pipeline rank and its replicas."""
         return [
             (
                 layers,
@@ -161,10 +163,12 @@ class PostValidation:
         ]
 
     def _take(self, step: int, totals: StepStats, known: Known) -> None:
-        """Update by what this pipeline rank and its replicas know, which is `totals`, and move what
-        goes by the choices of layers by what is `known` of those here.
+        """Update the weights if the `totals` of this pipeline rank and its replicas allow it. State
+        that depends on routing (biases of experts) is updated with the `known` totals of local
+        layers.
 
-        A partial norm is a lower bound: if it already exceeds the clip, so does the global norm.
+        A partial norm is a lower bound: if it already exceeds the clip, so does the global norm,
+        and the update waits for validation.
         """
         update = self._update
         update.optimizer.snapshot()
@@ -178,8 +182,8 @@ class PostValidation:
             update.optimizer.gather_shared_weights()
 
     def _validate(self, abort: Callable[[], None]) -> tuple[list[StepResult], bool]:
-        """The result of the step that is open, and whether its update held; if not, what has begun
-        since is aborted."""
+        """Return the result of the step to be validated, and whether its update held. If it did
+        not, call `abort` to abort the step that has begun since."""
         if self._taken is None:
             return [], True
         update = self._update
@@ -201,4 +205,4 @@ class PostValidation:
         for each in update.followers:
             each.restore()
         update.made = taken.made
-        return [update.apply(step, totals, lambda: self._again(taken))], False
+        return [update.apply(step, totals, lambda: self._replay(taken))], False

@@ -1,4 +1,4 @@
-"""The interface of all ways to take optimizer steps."""
+"""Interface of the objects that take optimizer steps: flushed, post-validated or no-flush."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megapipe.engine.executor import Executor
 from megapipe.schedule.ir import Schedule
 from megapipe.train.feed import BatchReader
 from megapipe.train.step.machine import Machine
-from megapipe.train.totals import Wishes
+from megapipe.train.step_stats import RankRequests
 from megapipe.train.update import StepResult
 
-Asked = Callable[[], Wishes]
-"""Tells what this rank wants at the end of a step."""
+Asked = Callable[[], RankRequests]
+"""Function that returns this rank's requests at the end of a step."""
 
 
 class Watch(NamedTuple):
-    """The parts of a step that are to be seen."""
+    """Requests to observe a step."""
 
     record: bool = False
-    """When each operation runs."""
+    """Whether to record when each operation runs."""
     name: bool = False
-    """Names of actions, for a profiler."""
+    """Whether to name each action for a profiler."""
 
 
 PLAIN = Watch()
@@ -31,23 +31,24 @@ PLAIN = Watch()
 class Stepper(Protocol):
     """Takes optimizer steps."""
 
-    def train(self, step: int, rows: BatchReader, wishes: Asked, watch: Watch) -> list[StepResult]:
-        """Take step `step`, counted from 0; returns the results that are known by now and were not
-        before, oldest first."""
+    def train(
+        self, step: int, rows: BatchReader, requests: Asked, watch: Watch
+    ) -> list[StepResult]:
+        """Take step `step`, counted from 0; return the newly known results, oldest first."""
 
     def settle(self) -> list[StepResult]:
-        """End what is under way; returns the results that were not known. Weights and states are
-        then those after the last step."""
+        """Complete work in flight, so that weights and states are those after the last step. Return
+        the results that become known."""
 
     def drop(self) -> None:
-        """Forget what is under way: weights and states of another step take its place."""
+        """Drop work in flight, before weights and states of another step are loaded."""
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Go on with another schedule; nothing is under way."""
+        """Switch to another schedule, with nothing in flight."""
 
     @property
     def samples_read(self) -> list[int]:
-        """Numbers of the samples of the last step, as far as first stages here were given them."""
+        """Global indices of the last step's samples on local first stages."""
 
 
 class Executors:
@@ -58,17 +59,17 @@ class Executors:
         self.use_schedule(machine.schedule)
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Go on with another schedule."""
+        """Switch to another schedule."""
         self._schedule = schedule
         self._made = {PLAIN: self._machine.executors(schedule, train=True)}
 
     @property
     def plain(self) -> list[Executor]:
-        """Those that show nothing."""
+        """Executors that neither record nor name anything."""
         return self._made[PLAIN]
 
     def of(self, watch: Watch) -> list[Executor]:
-        """Those that show what is to be seen of a step, which all ranks then begin together."""
+        """Return executors for `watch`. If it requests anything, wait at a barrier of all ranks."""
         if watch == PLAIN:
             return self.plain
         if watch not in self._made:

@@ -1,13 +1,13 @@
-"""The operations of a process' stages, once, before the first message is on its way.
+"""Warm-up of a process's operations: each runs once before the first message is in flight.
 
-The first call of a kernel may load it, make a plan for its shapes, or find memory, and on a GPU
-each of these may wait for all that runs there, a message that waits for its peer included. Two
-ranks that wait so for each other never return. So before its first step each stage computes by
-itself, with zeros for what its neighbours would send. It runs its own operations in their order, up
-to where each has run in each of its shapes, then as many forwards more as are in flight in a step,
-so memory for them is found too, pinned memory included. Nothing is left of it but memory that is
-free. Gradients are reduced as in a step; updates are not made, since no message is under way
-when they run. Validation that comes before the first step has to do without.
+The first call of a kernel may load it, make a plan for its shapes, or allocate memory. On a GPU
+each of these may wait for everything that runs, including a message that waits for its peer. If two
+ranks wait for each other this way, they hang. So before its first step each stage computes alone,
+with zeros instead of its neighbours' messages. It runs its operations in order until each kind has
+run in each shape. Then it runs further forwards until as many are in flight as in a step, so that
+memory for them is allocated too, pinned memory included. Afterwards nothing is left except free
+memory. Gradients are reduced as in a step. Updates need no warm-up, as no message is in flight when
+they run. A validation before the first step has no warm-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megapipe.train.step.machine import Machine
 class WarmUp:
     """Runs the operations that this process has in `schedule`.
 
-    Weights are gathered stage by stage, so all processes that hold a stage have to take part.
+    Weights are gathered stage by stage, so all processes that hold a stage must take part.
     """
 
     def __init__(self, machine: Machine, schedule: Schedule) -> None:
@@ -37,7 +37,7 @@ class WarmUp:
         self._shape = machine.messages.of_schedule(schedule)
 
     def run(self, microbatches: Mapping[Key, MicroBatch]) -> None:
-        """Run them on a step's micro-batches, or on those of validation."""
+        """Run the operations on a step's micro-batches, or on those of a validation."""
         optimizer, train = self._machine.optimizer, not self._schedule.forward_only
         operations = self._schedule.rank_ops(self._machine.mesh.pp.index)
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ class WarmUp:
             back(key, None if stage.is_last else self._zeros(after))
 
     def _zeros(self, source: Op) -> Message:
-        """The message that `source` would send."""
+        """Make the message that `source` would send, filled with zeros."""
         expected, device = self._shape(source), self._machine.mesh.device
         if not self._machine.layout.sends_tuples:
             dtype = TORCH_DTYPES[self._machine.config.model.dtype]
@@ -85,8 +85,8 @@ class WarmUp:
 
 
 def warm_up_of(operations: Sequence[Op], schedule: Schedule) -> Iterator[Op]:
-    """Of a stage's operations those up to where each kind has come in each shape; then forwards,
-    until as many micro-batches are in flight as ever are."""
+    """Yield a stage's operations until each kind has run in each shape; then forwards, until as
+    many micro-batches are in flight as at the peak."""
     stop, seen, most = 0, set(), 0
     held: dict[Key, None] = {}
     for index, op in enumerate(operations):
@@ -107,7 +107,7 @@ def warm_up_of(operations: Sequence[Op], schedule: Schedule) -> Iterator[Op]:
 
 
 def _hold(held: dict[Key, None], op: Op) -> None:
-    """Count an operation's micro-batch among those in flight, or no more."""
+    """Add an operation's micro-batch to those in flight, or remove it."""
     if op.kind == Kind.F:
         held[op.microbatch, op.slice] = None
     elif op.kind in (Kind.B, Kind.W):

@@ -13,17 +13,18 @@ from megapipe.convert.dcp.export import export_dcp
 from megapipe.convert.dcp.folder import open_dcp
 from megapipe.testing import World, run_world
 from tests.parity.converted import write_checkpoint
-from tests.parity.marks import in_parts
 from tests.parity.reference import shapes
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import model_of
 
 MMAP_THRESHOLD = -3
-"""Of mallopt: from how many bytes on a block is one of its own, which goes back when freed."""
+"""Option of mallopt: the bytes from which a block is mapped by itself and returned when it is
+freed."""
 SHARD = 4 << 20
 
 
 def high_water(reset: bool = False) -> int:
-    """Most bytes that were resident since the last reset, which returns free memory."""
+    """Return the most bytes that were resident since the last reset, which returns free memory."""
     if reset:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -33,15 +34,15 @@ def high_water(reset: bool = False) -> int:
 
 
 def peaks(world: World, folder: Path, case: str) -> dict[int, tuple[int, ...]]:
-    """Of models of some layers: bytes of weights, and what converting them out and in takes above
-    what there was, in a process that does nothing else; then the same with torch's DCP. The first
-    one loads what is loaded later.
-    """
+    """Return bytes of weights and peak bytes of conversions, by number of layers. The peaks are of
+    export to Hugging Face, import from it, export to torch's DCP and import from that, above what
+    was in use before, in a process that does nothing else. The first conversion loads what is
+    loaded later."""
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)
     base = model_of(case)
     sizes = {"hidden": 512, "ffn_hidden": 1408, "head_dim": 128, "vocab_size": 300, "dtype": "fp32"}
     if case == "mixtral":
-        sizes["moe"] = base.moe.model_copy(update={"experts": 4, "ffn": 352})
+        sizes["moe"] = base.moe.model_copy(update={"num_experts": 4, "expert_ffn_hidden": 352})
     base = base.model_copy(update=sizes)
     found = {}
     for layers in (1, 2, 5):

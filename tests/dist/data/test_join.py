@@ -16,7 +16,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_and_a_living_o
     monkeypatch.chdir(tmp_path)
     write_documents(Path("x"), [[[1, 2]]])
     code = (
-        "from pathlib import Path; from megapipe.data.tokens.fresh import fresh\n"
+        "from pathlib import Path; from megapipe.data.tokens.atomic_files import fresh\n"
         "with fresh(Path('new[1]')) as working:\n"
         "    working.with_name(working.name + '.bin').write_bytes(b'12')\n"
         "    print('writing', flush=True); input()"

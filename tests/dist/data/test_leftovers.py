@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.build_once import build_once
 
 MAKES = """
 import sys, time
 from pathlib import Path
-from megapipe.data.prepare.once import build_once
+from megapipe.data.prepare.build_once import build_once
 folder, go = map(Path, sys.argv[1:])
 
 def fill(new):
-    (new / "content").write_text("x" * 1000000)
+    (new / "writing").write_text("x" * 1000000)
+    (new / "writing").rename(new / "content")
     while not go.exists():
         time.sleep(0.02)
 
@@ -27,7 +28,7 @@ build_once(folder, fill)
 
 
 def make(cache: Path) -> list[str]:
-    """The lines of a preparation in the cache."""
+    """Return the lines that a preparation in the cache prints."""
     lines: list[str] = []
     build_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
     return lines

@@ -13,7 +13,7 @@ from megapipe.cli import parse
 from megapipe.config.data import DataConfig
 from megapipe.data.commands import main as prepare_data
 from megapipe.data.prepare import prepare
-from megapipe.data.prepare.copies import check_contents
+from megapipe.data.prepare.remote_cache import check_contents
 from megapipe.data.remote import fetched
 from megapipe.data.sources import load_sources
 from megapipe.data.tokenizer import ByteTokenizer
@@ -46,7 +46,10 @@ def test_texts_that_are_damaged_at_the_same_size_are_found_before_they_are_token
     prepare(config, ByteTokenizer(), progress=False)
     (file,) = tmp_path.glob(f"cache/remote-*/files/{place}")
     file.write_bytes(b"x" * file.stat().st_size)
-    message = rf"{place} is not as it was fetched: remove cache/remote-\w+ to have it fetched again"
+    message = (
+        rf"{place} changed after the download: remove cache/remote-\w+ and it is "
+        r"downloaded again"
+    )
     with pytest.raises(DataError, match=message):
         prepare(config, ByteTokenizer(), progress=False)
     usual = ["--source", source, "--cache", "cache"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data.corpus import dividing
+from megapipe.data.corpus import corpus_shards
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.prepare.parts_folder import CorpusShardFolder
 from megapipe.data.tokenizer import ByteTokenizer
@@ -27,7 +27,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("part", [200, 2**23])
 def test_of_every_kind_of_file(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one part and in many, which several processes read; a text that is null is no mistake."""
-    monkeypatch.setattr(dividing, "PART", part)
+    monkeypatch.setattr(corpus_shards, "PART", part)
     rows = [*ROWS[:20], OTHER, *ROWS[20:], *[OTHER] * 40]
     for name, content in {
         "x.jsonl": lines(rows),
@@ -36,7 +36,7 @@ def test_of_every_kind_of_file(part: int, monkeypatch: pytest.MonkeyPatch) -> No
         "y.json": lines(rows),
     }.items():
         Path(name).write_bytes(content)
-        assert counted(name, workers=2) == RowCount(102, 41, EMPTY), name
+        assert counted(name, tokenizer_workers=2) == RowCount(102, 41, EMPTY), name
     Path("folder").mkdir()
     for name in ("a.jsonl", "b.jsonl"):
         Path("folder", name).write_bytes(lines(rows))
@@ -46,13 +46,13 @@ def test_of_every_kind_of_file(part: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_work_that_is_gone_on_with_counts_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is there is not read again."""
-    monkeypatch.setattr(dividing, "PART", 200)
+    monkeypatch.setattr(corpus_shards, "PART", 200)
     good = lines([*ROWS, OTHER] * 3)
     path = Path("x.jsonl")
     path.write_bytes(good + b"{")
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
     with pytest.raises(DataError, match="cannot be read"):
-        counted("x.jsonl", workers=1, cache="cache")
+        counted("x.jsonl", tokenizer_workers=1, cache="cache")
     done = {file: file.stat().st_mtime_ns for file in Path().rglob("*.npz")}
     assert len(done) > 3
     path.write_bytes(good + b" ")

@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 
 from megapipe.config.data import DataConfig
-from megapipe.data.corpus import cutting, dividing, parts
-from megapipe.data.prepare import encode, prepare, workers
+from megapipe.data.corpus import corpus_shards, parts, text_chunks
+from megapipe.data.prepare import encode, prepare
 from megapipe.data.prepare import file as file_module
 from megapipe.data.prepare.encode import finished, prefix_of
 from megapipe.data.prepare.file import prepare_file
 from megapipe.data.prepare.workers import encode_all
 from megapipe.data.tokenizer import ByteTokenizer, TokenIds, Tokenizer, load_tokenizer
 from megapipe.data.tokens import TokenFile
-from megapipe.data.tokens.fresh import give_name
+from megapipe.data.tokens.atomic_files import rename_noreplace
 from megapipe.errors import DataError
+from megapipe.util.process_pool import PROGRAM, ProcessPool, cores
 from tests.unit.data.data_cases import TEXTS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
@@ -35,7 +36,7 @@ ROWS = 6000
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Three parts."""
+    """Make a corpus of three parts."""
     path = tmp_path / "x.jsonl"
     with path.open("w") as file:
         for i in range(ROWS):
@@ -47,8 +48,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def nothing(part: dividing.CorpusShard, summary: encode.Summary, was_there: bool) -> None:
-    """A step that is told in vain."""
+def nothing(part: corpus_shards.CorpusShard, summary: encode.Summary, was_done: bool) -> None:
+    """Ignore the report of a step."""
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -61,13 +62,15 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_their_number_changes_nothing(
     bpe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dividing, "PART", 10000)
+    monkeypatch.setattr(corpus_shards, "PART", 10000)
     corpus = tmp_path / "x.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
     assert len(list(parts(DataConfig(source=str(corpus))))) > 6
     made = []
     for number in (1, 3):
-        config = DataConfig(source=str(corpus), cache=str(tmp_path / str(number)), workers=number)
+        config = DataConfig(
+            source=str(corpus), cache=str(tmp_path / str(number)), tokenizer_workers=number
+        )
         tokenizer = load_tokenizer(str(bpe_file))
         made.append(prepare(config, tokenizer, progress=False))
         assert list(Path(config.cache).iterdir()) == [made[-1].folder]
@@ -83,10 +86,10 @@ def test_a_disk_that_fills_leaves_whole_parts_and_no_more(
 ) -> None:
     """While the first is tokenized, or while all of them are joined: then the next preparation has
     nothing to tokenize."""
-    monkeypatch.setattr(dividing, "PART", 10000)
+    monkeypatch.setattr(corpus_shards, "PART", 10000)
     corpus = tmp_path / "x.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
-    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), workers=1)
+    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), tokenizer_workers=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -96,7 +99,7 @@ def test_a_disk_that_fills_leaves_whole_parts_and_no_more(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.suffix for path in Path(config.cache).iterdir()] == left
     if left:
-        monkeypatch.delattr(workers._Pool, "_start")
+        monkeypatch.delattr(ProcessPool, "_start")
     made = prepare(config, ByteTokenizer(), progress=False)
     assert [*Path(config.cache).iterdir()] == [made.folder]
 
@@ -104,7 +107,7 @@ def test_a_disk_that_fills_leaves_whole_parts_and_no_more(
 @pytest.mark.full
 def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole" / "x"
-    command = [sys.executable, str(SCRIPT), "--source", str(corpus), "--workers", "1"]
+    command = [sys.executable, str(SCRIPT), "--source", str(corpus), "--tokenizer-workers", "1"]
     subprocess.run([*command, "--output", str(whole)], check=True, capture_output=True)
 
     killed = tmp_path / "killed" / "x"
@@ -133,7 +136,7 @@ def test_a_killed_preparation_goes_on_where_it_was(corpus: Path, tmp_path: Path)
 
 
 def children(pid: int) -> list[str]:
-    """Processes that a process has started and that are still there."""
+    """Return the processes that a process has started and that are still there."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return " ".join(task.read_text() for task in tasks).split()
 
@@ -150,7 +153,7 @@ def test_finished_parts_are_not_made_again(corpus: Path, tmp_path: Path) -> None
         ByteTokenizer(),
         tmp_path,
         2,
-        lambda part, summary, was_there: documents.append(len(summary.text_bytes)),
+        lambda part, summary, was_done: documents.append(len(summary.text_bytes)),
     )
     assert again == count
     assert sum(documents) == ROWS
@@ -180,7 +183,11 @@ class Foreign(ByteTokenizer):
 @pytest.mark.parametrize(
     ("tokenizer", "error", "says"),
     [
-        (Dies(), DataError, r"has died at part \d+ with exit code -9: it was killed.*data.workers"),
+        (
+            Dies(),
+            DataError,
+            r"shard \d+; exit code -9: it was killed.*data.tokenizer_workers",
+        ),
         (Fails(), RuntimeError, "ZeroDivisionError: of the tokenizer"),
         (Foreign(), DataError, r"token id \d+ is outside the vocabulary \(0 to 99\)"),
     ],
@@ -220,7 +227,7 @@ def test_a_script_without_a_guard_is_not_run_again(corpus: Path, tmp_path: Path)
         "from megapipe.data.prepare import prepare\n"
         "from megapipe.data.tokenizer import ByteTokenizer\n"
         "print('once')\n"
-        f"prepare(DataConfig(source={str(corpus)!r}, workers=2), ByteTokenizer())\n"
+        f"prepare(DataConfig(source={str(corpus)!r}, tokenizer_workers=2), ByteTokenizer())\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60
@@ -233,17 +240,17 @@ def test_parts_are_asked_for_when_there_is_a_process_for_them(corpus: Path, tmp_
     done = 0
     ahead = []
 
-    def watched() -> Iterator[dividing.CorpusShard]:
+    def watched() -> Iterator[corpus_shards.CorpusShard]:
         for number, part in enumerate(parts(DataConfig(source=str(corpus)))):
             ahead.append(number - done)
             yield part
 
-    def step(part: dividing.CorpusShard, summary: encode.Summary, was_there: bool) -> None:
+    def step(part: corpus_shards.CorpusShard, summary: encode.Summary, was_done: bool) -> None:
         nonlocal done
         done += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dividing, "PART", 2**21)
+        patch.setattr(corpus_shards, "PART", 2**21)
         encode_all(watched(), ByteTokenizer(), tmp_path, 2, step)
     assert len(ahead) > 6
     assert max(ahead) <= 2
@@ -289,8 +296,8 @@ def test_a_part_of_other_texts_is_made_again(tmp_path: Path) -> None:
 
 
 def test_parts_outlive_a_process_that_died(corpus: Path, tmp_path: Path) -> None:
-    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), workers=1)
-    with pytest.raises(DataError, match="has died"):
+    config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"), tokenizer_workers=1)
+    with pytest.raises(DataError, match="a tokenizer process died"):
         prepare(config, Dies(), progress=False)
     (kept,) = (tmp_path / "cache").glob(".*.parts")
     assert len(list(kept.glob("0*.idx"))) == 2
@@ -304,7 +311,7 @@ def test_nothing_is_imported_from_the_current_folder(corpus: Path, tmp_path: Pat
 
 
 def test_a_corpus_that_changes_meanwhile(corpus: Path, tmp_path: Path) -> None:
-    """Of the same size; noticed when all parts are there."""
+    """A change that keeps the size is noticed when all parts are there."""
 
     class Changes(ByteTokenizer):
         def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -312,12 +319,12 @@ def test_a_corpus_that_changes_meanwhile(corpus: Path, tmp_path: Path) -> None:
             return super().encode_batch(texts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dividing, "PART", 2**30)
+        patch.setattr(corpus_shards, "PART", 2**30)
         config = DataConfig(source=str(corpus), cache=str(tmp_path / "cache"))
-        with pytest.raises(DataError, match="has changed while it was tokenized"):
+        with pytest.raises(DataError, match="changed while it was tokenized"):
             prepare(config, Changes(), progress=False)
         os.utime(corpus)
-        with pytest.raises(DataError, match="has changed while it was tokenized"):
+        with pytest.raises(DataError, match="changed while it was tokenized"):
             prepare_file(config, Changes(), tmp_path / "out" / "x", progress=False)
     assert not list((tmp_path / "out").glob("x*"))
 
@@ -335,10 +342,10 @@ def test_a_start_after_a_kill_in_the_middle_of_naming(
         if len(calls) == named:
             raise SystemExit
         calls.append(target)
-        give_name(source, target)
+        rename_noreplace(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_module, "give_name", killed)
+        patch.setattr(file_module, "rename_noreplace", killed)
         with pytest.raises(SystemExit):
             prepare_file(config, ByteTokenizer(), prefix, progress=False)
     made = prepare_file(config, ByteTokenizer(), prefix, progress=False)
@@ -388,7 +395,7 @@ def test_long_documents_are_tokenized_in_pieces(
     text = "".join(TEXTS)
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("short")
-    monkeypatch.setattr(cutting, "LONGEST", 100)
+    monkeypatch.setattr(text_chunks, "LONGEST", 100)
     monkeypatch.setattr(encode, "BATCH", 150)
     (part,) = parts(DataConfig(source=str(tmp_path)))
     summary = encode.encode(part, ByteTokenizer(), tmp_path / "0")
@@ -399,7 +406,7 @@ def test_long_documents_are_tokenized_in_pieces(
 
 
 def test_default_number_of_processes() -> None:
-    assert 1 <= workers.cores() <= (os.cpu_count() or 1)
+    assert 1 <= cores() <= (os.cpu_count() or 1)
 
 
 def test_one_whose_starter_is_gone_ends_before_it_has_loaded_anything() -> None:
@@ -410,7 +417,7 @@ def test_one_whose_starter_is_gone_ends_before_it_has_loaded_anything() -> None:
     with here, there:
         given = str(gone.pid), str(there.fileno())
         done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", workers.PROGRAM, *given, *sys.path],
+            [sys.executable, "-X", "importtime", "-c", PROGRAM, *given, *sys.path],
             pass_fds=[there.fileno()],
             capture_output=True,
             timeout=60,

@@ -18,12 +18,13 @@ from megapipe.distributed.mesh import Grid
 from megapipe.testing import World, run_world
 
 LENGTHS = (7, 1 << 19, 64)
-"""Of pieces that are under way at a time; the second fills every buffer between the processes."""
+"""Lengths of the pieces that are in flight together; the second fills every buffer between
+processes."""
 Checks = dict[str, bool]
 
 
 def values(rank: int, n: int) -> Tensor:
-    """[n], fp32, of all magnitudes: sums of three depend on the order."""
+    """Return [n], fp32, of all magnitudes: sums of three depend on the order."""
     generator = torch.Generator().manual_seed(1000 * rank + n % 1000)
     return torch.randn(n, generator=generator) * torch.logspace(-4, 4, n)
 
@@ -37,7 +38,7 @@ def in_order(terms: Sequence[Tensor]) -> Tensor:
 
 
 def exchange(world: World) -> Checks:
-    """All operations at once: all are started before any is waited for."""
+    """Check all operations at once: all are started before any is waited for."""
     axis = world.mesh(Grid(dp=world.size)).dp
     size, me = axis.size, axis.index
     given = [[values(rank, size * n) for rank in range(size)] for n in LENGTHS]
@@ -73,7 +74,8 @@ def test_operations_under_way_together_give_what_they_should(size: int) -> None:
 
 
 def out_of_step(world: World) -> list[bool]:
-    """Some members wait for an all-reduce before they start two other operations, some after."""
+    """Let some ranks wait for an all-reduce before they start two other operations, and some
+    after."""
     axis = world.mesh(Grid(dp=world.size)).dp
     n = axis.size * LENGTHS[1]
     given = [[values(10 * i + rank, n) for rank in range(axis.size)] for i in range(2)]
@@ -102,7 +104,7 @@ def test_members_need_not_start_and_wait_in_step() -> None:
 
 
 def sent_by_an_all_reduce(world: World) -> tuple[Fraction, bool]:
-    """Bytes that this member sends / bytes of the array, and whether the sums are torch's."""
+    """Return bytes that this rank sends / bytes of the array, and whether the sums are torch's."""
     axis = world.mesh(Grid(dp=world.size)).dp
     whole = torch.arange(24.0 * axis.size) ** 2 + axis.index  # whole numbers: any order is exact
     expected = whole.clone()
@@ -142,7 +144,7 @@ def kept_bytes(world: World) -> int:
 
 
 def let_go(world: World) -> list[bool]:
-    """Operations that nobody waits for, then one that somebody does."""
+    """Start operations that nobody waits for, then one that somebody does."""
     axis = world.mesh(Grid(dp=world.size)).dp
     n = axis.size * LENGTHS[1]
     for _ in range(3):

@@ -22,7 +22,7 @@ class Seen:
     """What one of two ranks saw."""
 
     values: list[float] = field(default_factory=list)
-    under_way: list[int] = field(default_factory=list)
+    in_flight: list[int] = field(default_factory=list)
     posted: list[int] = field(default_factory=list)
     headers: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
@@ -37,7 +37,7 @@ def connect(
 
 
 class Watched:
-    """A process group; what buffers receives are posted with is noted."""
+    """A process group that notes the buffers with which receives are posted."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -51,7 +51,8 @@ class Watched:
 
 
 def order(mesh: ParallelMesh, seen: Seen) -> None:
-    """Rank 0 sends all before rank 1 takes any; answers acknowledge. Two steps on one channel."""
+    """Send everything on rank 0 before rank 1 receives; answers acknowledge. Two steps use one
+    channel."""
     for debug in (False, True):
         channels = connect(mesh, debug=debug)
         for _ in range(2):
@@ -62,12 +63,12 @@ def order(mesh: ParallelMesh, seen: Seen) -> None:
                     there.send(message, tensor_of(message))
                 mesh.barrier()
                 for acks in (1, 2):
-                    seen.under_way.append(len(there.under_way))
+                    seen.in_flight.append(len(there.in_flight))
                     seen.values.append(back.receive().unique().item())
                     there.acknowledge(acks)
-                seen.under_way.append(len(there.under_way))
+                seen.in_flight.append(len(there.in_flight))
                 there.finish()
-                seen.under_way.append(len(there.under_way))
+                seen.in_flight.append(len(there.in_flight))
             else:
                 there, back = channels.outgoing[0], channels.incoming[0]
                 back.expect(expected(FORWARD))
@@ -100,7 +101,8 @@ def receives_ahead(mesh: ParallelMesh, seen: Seen) -> None:
 
 
 def headers_ahead(mesh: ParallelMesh, seen: Seen) -> None:
-    """In debug mode that of a message is, and the message itself is received when it is needed."""
+    """Check that in debug mode a message's header is received ahead, but the message when it is
+    needed."""
     channels = connect(mesh, debug=True)
     if mesh.rank == 0:
         for message in FORWARD[:2]:
@@ -139,7 +141,7 @@ def buffers_are_nan(mesh: ParallelMesh, seen: Seen) -> None:
     if mesh.rank == 0:
         there, own = channels.outgoing[1], tensor_of(FORWARD[0], torch.bfloat16)
         there.send(FORWARD[0], own)
-        sent = [tensor for _, tensor in there.under_way if tensor.is_floating_point()]
+        sent = [tensor for _, tensor in there.in_flight if tensor.is_floating_point()]
         mesh.barrier()
         there.finish()
         seen.let_go = [bool(tensor.isnan().all()) for tensor in (*sent, own)]
@@ -154,7 +156,7 @@ def buffers_are_nan(mesh: ParallelMesh, seen: Seen) -> None:
 
 
 def wrong_messages(mesh: ParallelMesh, seen: Seen) -> None:
-    """Rank 0 sends what rank 1 does not expect; the payload is left where it is."""
+    """Send on rank 0 what rank 1 does not expect; the payload is left where it is."""
     for sent, shape, dtype in (
         (FORWARD[2], (2, 4), torch.float64),  # another micro-batch
         (FORWARD[1]._replace(stage=4), (2, 4), torch.float64),
@@ -202,7 +204,7 @@ def test_messages_arrive_in_the_order_sent(ranks: list[Seen]) -> None:
 
 def test_acknowledged_sends_are_let_go_at_once_and_the_rest_at_the_end(ranks: list[Seen]) -> None:
     plain, with_headers = [4, 3, 1, 0], [8, 6, 2, 0]
-    assert ranks[0].under_way == [*plain, *plain, *with_headers, *with_headers]
+    assert ranks[0].in_flight == [*plain, *plain, *with_headers, *with_headers]
 
 
 def test_a_receive_is_posted_once_ahead_or_when_it_is_needed(ranks: list[Seen]) -> None:

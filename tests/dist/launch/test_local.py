@@ -87,7 +87,9 @@ def test_what_cannot_work_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="ranks=0: expected at least 1"):
         spawn(print, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(LaunchError, match=r"as CUDA is in use, and cannot import .*<lambda>"):
+    with pytest.raises(
+        LaunchError, match=r"CUDA is in use, so new processes must import .*<lambda>"
+    ):
         spawn(lambda world: None, 2)
 
 
@@ -145,7 +147,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_interrupt_ends_all(tmp_path: Path) -> None:
-    """As a notebook's, which only its own process gets."""
+    """The interrupt reaches one process alone, as a notebook's does."""
     (tmp_path / "slow.py").write_text(
         "import os, time, megapipe\n"
         "def wait(world):\n"

@@ -12,7 +12,7 @@ from megapipe.errors import LaunchError
 from tests.parity.jobs import ROOT, arguments, tiny
 
 WITHOUT = ["unshare", "--map-root-user", "--net"]
-"""A namespace whose interfaces are down, as far as this system permits one."""
+"""Command for a namespace whose interfaces are down, as far as this system permits one."""
 
 
 @pytest.mark.full

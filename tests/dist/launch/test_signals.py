@@ -9,7 +9,7 @@ from signal import SIGINT, SIGTERM, Signals
 
 import pytest
 
-from megapipe.launch.signals import AGAIN_S
+from megapipe.launch.signals import REPEAT_S
 
 ASKED_EARLY = """
 import os, signal, sys, time
@@ -63,7 +63,7 @@ def test_a_signal_counts_again_after_a_second(listener: str, number: Signals, co
                 process.send_signal(number)
                 time.sleep(0.2)
             assert process.poll() is None
-            time.sleep(AGAIN_S)
+            time.sleep(REPEAT_S)
         process.send_signal(number)
         assert process.wait(20) == 128 + number
         assert process.stdout.read() == f"{number.name}\n"

@@ -40,7 +40,7 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_every_gradient_under_inductor() -> None:
-    """Eight linear layers with biases, gates, rotary embeddings."""
+    """The model has eight linear layers with biases, gates and rotary embeddings."""
     assert_like_uncompiled(model_of("mixed", "fp32"), torch_compile, 1e-5)
 
 

@@ -31,5 +31,5 @@ print("trained to the end", file=sys.stderr)
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 0
-    assert errors.count("console does not take records") == 1
+    assert errors.count("console does not accept records") == 1
     assert "trained to the end" in errors

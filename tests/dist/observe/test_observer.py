@@ -68,7 +68,7 @@ def test_a_service_that_never_answers_is_not_waited_for(
         assert time.monotonic() - began < 30
     observer.step(make_record())
     assert "step   7/300" in capsys.readouterr().out
-    assert "wandb does not take records, training goes on" in caplog.text
+    assert "wandb does not accept records, training continues" in caplog.text
 
     caplog.clear()
     monkeypatch.setattr(sink, "FINISH_S", 0.1)

@@ -24,7 +24,7 @@ PARAMS = reference.init_random(configure(CASE)[0].model, seed=3)
 
 
 def both_stages(world: World, case: Case) -> list[Any]:
-    """The same steps without and with sharding."""
+    """Run the same steps without and with sharding."""
     return [run_case(world, replace(case, zero=zero), validate=False) for zero in (0, 1)]
 
 
@@ -49,7 +49,7 @@ Parts = dict[str, list[tuple[str, Any, Any]]]
 
 
 def slices(step: TrainStep) -> tuple[Parts, bool]:
-    """What this rank answers for, by kind of value; whether a slice ends within a parameter."""
+    """Return the values of this rank's shards, by kind, and whether one ends within a parameter."""
     parts: Parts = {}
     cuts = False
     for own in step.optimizer.own_slices():
@@ -63,7 +63,7 @@ def slices(step: TrainStep) -> tuple[Parts, bool]:
 
 
 def resume(world: World, case: Case) -> dict[str, Any]:
-    """Three steps in one go, and the same with the state after two handed to a new optimizer."""
+    """Train three steps in one go, and again with the state after two handed to a new optimizer."""
     config, layout = configure(case)
     rows = Rows(case)
     step = TrainStep(config, layout, world.mesh(Grid(pp=case.pp, dp=case.dp, tp=case.tp)))

@@ -19,22 +19,23 @@ from megapipe.testing import World, run_world
 
 N = 4096
 SHARD_SIZES = [(0, None), (1, None), (1, 2), (1, 1)]
-"""ZeRO stage and shard size on 4 replicas: replicate 4; shard 4; 2 x 2; replicate 4."""
+"""ZeRO stages and shard sizes on 4 replicas: replicate 4; shard 4; 2 x 2; replicate 4."""
 
 
 def gradient(rank: int) -> Tensor:
-    """[N], fp32, of all magnitudes."""
+    """Return a gradient [N], fp32, of all magnitudes."""
     generator = torch.Generator().manual_seed(rank)
     draw = torch.randn(N, generator=generator)
     return draw * torch.logspace(-8, 3, N)
 
 
 def reduce(world: World) -> list[tuple[int, int, list[Tensor]]]:
-    """Per way of sharing: this rank's slice, of how many, and its sums in fp32 and bf16."""
+    """Return, for each sharding, this rank's shard, the number of shards, and its sums in fp32 and
+    bf16."""
     mesh = world.mesh(Grid(dp=4))
     results = []
     for zero, size in SHARD_SIZES:
-        optimizer = {"zero": zero, "shard_size": size}
+        optimizer = {"zero": zero, "shard_group_size": size}
         tree = {"parallel": {"dp": 4}, "optimizer": optimizer, "model": {"tied_embeddings": False}}
         config, layout = resolve(Config.model_validate(tree), None, 256)
         (bucket,) = process_buckets(config, layout, 0)
@@ -55,7 +56,7 @@ def ranks() -> list[Any]:
 
 
 def whole(ranks: list[Any], case: int, kind: int) -> Tensor:
-    """[N], from the owners of the slices; all who own one have the same."""
+    """Join the shards to [N]; check that all ranks with a shard have the same one."""
     slices: dict[int, Tensor] = {}
     for rank in ranks:
         index, size, sums = rank[case]
@@ -83,7 +84,7 @@ def narrow(x: Tensor) -> Tensor:
 
 
 def plain_sum(parts: list[Tensor]) -> Tensor:
-    """One after the other, in fp32."""
+    """Sum one after the other, in fp32."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -91,7 +92,7 @@ def plain_sum(parts: list[Tensor]) -> Tensor:
 
 
 def emulated(case: int, sent_as: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the reduction should be, to the last bit, where values are sent in some type."""
+    """Return what the reduction must be, to the last bit, if values are sent in some type."""
     sent = [sent_as(gradient(rank)) for rank in range(4)]
     zero, size = SHARD_SIZES[case]
     if zero == 0 or size == 1:

@@ -52,7 +52,7 @@ ENVIRON = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository with a file, its tests and their map, all committed."""
+    """Make a repository with a file, its tests and their map, all committed."""
     for file, text in FILES.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)

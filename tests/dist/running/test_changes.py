@@ -16,7 +16,7 @@ LINES = "".join(f"line {number}\n" for number in range(1, 10))
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with two commits on main."""
+    """Make a repository with two commits on main."""
     for module in (changes, revision):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     for name in ("AUTHOR", "COMMITTER"):

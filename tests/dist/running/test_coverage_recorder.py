@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe import testing, words
+from megapipe import testing, text
 from megapipe.launch.local import spawn
 
 ROOT = Path({root!r})
@@ -30,11 +30,11 @@ PAGE = (ROOT / "docs/moe.md").read_text()
 
 @pytest.fixture(scope="module")
 def shared():
-    return words.count_noun(1, "rank")
+    return text.count_noun(1, "rank")
 
 
 def test_alone(shared):
-    assert words.ranges([1]) == "1"
+    assert text.ranges([1]) == "1"
 
 
 def test_fixture(shared):
@@ -50,12 +50,12 @@ def test_fork():
 
 
 def test_interpreter():
-    code = "import os; from megapipe import words; words.join_or([1]); os._exit(0)"
+    code = "import os; from megapipe import text; text.join_or([1]); os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_failure():
-    words.nearest_multiples(4, 2)
+    text.nearest_multiples(4, 2)
     raise AssertionError
 """
 
@@ -75,7 +75,7 @@ def test_functions_that_processes_execute_are_recorded(tmp_path: Path) -> None:
     for name, test in tests.items():
         functions[name] = {
             function
-            for path in ("megapipe/words.py", "megapipe/launch/local.py")
+            for path in ("megapipe/text.py", "megapipe/launch/local.py")
             for function, found in parse((ROOT / path).read_text()).functions.items()
             if found.body & test.lines.get(path, 0)
         }

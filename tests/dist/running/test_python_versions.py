@@ -15,8 +15,8 @@ THIS = sys.version_info[:2]
 
 
 def fake(root: Path, minor: int, venv: str = "exit 1") -> None:
-    """An interpreter of pyenv's that says that it is of that version, and can make no environment
-    but by `venv`."""
+    """Write an interpreter for pyenv that claims this version, and that makes environments only by
+    `venv`."""
     path = root / f"versions/3.{minor}.1/bin/python3.{minor}"
     path.parent.mkdir(parents=True)
     write_program(
@@ -27,7 +27,7 @@ def fake(root: Path, minor: int, venv: str = "exit 1") -> None:
 
 @pytest.fixture
 def pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root of a pyenv without versions; there are no other interpreters than this one."""
+    """Return the root of a pyenv without versions; no interpreter but this one exists."""
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))

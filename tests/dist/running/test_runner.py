@@ -19,7 +19,7 @@ from tests.running import lowest_python, slow
 ROOT = Path(__file__).parents[3]
 LINKS = "def test_links() -> None:\n    pass\n"
 ENVIRON = {name: of for name, of in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-"""The environment of a command, which is no worker's."""
+"""Environment of a command, which is not a worker's."""
 TREE = {
     "train.py": "import os\n\nstep: int = os.getpid()\n",
     "tests/unit/test_docs.py": LINKS,
@@ -115,7 +115,7 @@ KINDS = {
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository with a few tests, and the runner."""
+    """Make a repository with a few tests, and the runner."""
     shutil.copytree(ROOT / "tests/running", tmp_path / "tests/running")
     settings = (ROOT / "pyproject.toml").read_text()
     few = re.sub(r'^files = \["megapipe".*', 'files = ["train.py"]', settings, flags=re.MULTILINE)
@@ -127,6 +127,7 @@ def tree(tmp_path: Path) -> Path:
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     (tmp_path / "docs/decisions").mkdir(parents=True)
+    shutil.copy(ROOT / "docs/glossary.md", tmp_path / "docs/glossary.md")
     return tmp_path
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.watch.culprit import RankView
+from megapipe.watch.hang_diagnosis import RankView
 from megapipe.watch.journal import JournalState
 from megapipe.watch.monitor import Monitor, Settings
-from megapipe.watch.nodes import MonitorClient, MonitorServer
+from megapipe.watch.monitor_link import MonitorClient, MonitorServer
 from megapipe.watch.rank import _start
 from tests.parity.jobs import ROOT
 
@@ -45,7 +45,7 @@ mine.words[LEFT] = 1
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Rank 0 waits for rank 1, which is busy."""
+    """Have rank 0 wait for rank 1, which is busy."""
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(root=str(ROOT)))
     folder = tmp_path / "watch"
@@ -73,7 +73,7 @@ def settings(tmp_path: Path, limit_s: float, starter: int) -> Settings:
 
 
 def watch(tmp_path: Path, limit_s: float = 0.5) -> tuple[str, Path]:
-    """Be the monitor; returns the verdict and the folder of the report."""
+    """Be the monitor; return the verdict and the folder of the report."""
     Monitor(settings(tmp_path, limit_s, os.getppid())).run()
     verdict, report = json.loads((tmp_path / "watch" / "verdict").read_text())
     return verdict, Path(report)
@@ -83,7 +83,7 @@ def test_ranks_hear_the_verdict(tmp_path: Path, ranks: list[subprocess.Popen[byt
     verdict, report = watch(tmp_path)
     assert [process.wait(30) for process in ranks] == [0, 0], "by themselves"
     assert "rank 1 (process " in verdict
-    assert "comes no further" in verdict
+    assert "makes no progress" in verdict
     assert "rank 0 waits for it" in verdict
     assert "rank.py" in (report / "rank-1.txt").read_text()
     told = json.loads((report / "rank-0.json").read_text())
@@ -103,7 +103,7 @@ def test_a_rank_that_is_gone(tmp_path: Path, ranks: list[subprocess.Popen[bytes]
     verdict, report = watch(tmp_path, limit_s=600.0)
     assert ranks[0].wait(30) == 0
     assert verdict.startswith("rank 0 lost contact with rank 1 (process ")
-    assert "has ended without a word" in verdict
+    assert "ended without an error message" in verdict
     assert json.loads((report / "rank-1.json").read_text())["gone"]
 
 
@@ -125,7 +125,8 @@ def test_ranks_that_are_gone_when_it_begins(
 def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
     comes: bool, tmp_path: Path, ranks: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Its ranks are gone before that; else nobody would know. It does not wait for ever."""
+    """The ranks of the one that decides are gone before that; else nobody would know. It does not
+    wait for ever."""
     kill(ranks)
     listens = socket.create_server(("127.0.0.1", 0))
     address = listens.getsockname()
@@ -147,7 +148,7 @@ def test_the_one_that_decides_waits_for_who_has_not_reached_it_yet(
     assert not deciding.is_alive()
     if comes:
         assert said is not None
-        assert "has ended without a word" in said
+        assert "ended without an error message" in said
 
 
 def test_ranks_that_go_on_are_left_alone(

@@ -1,4 +1,4 @@
-"""What a user may get wrong when a run is started, and what is to be said of it."""
+"""Mistakes of users when they start a run, and the errors that they should get."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TIMEOUT_S = 100
 
 @dataclass(frozen=True)
 class Bad:
-    """A mistake: arguments of train.py, the exit code of every rank, words of the one line.
+    """A mistake: arguments of train.py, the exit code of every rank, words of the error line.
 
     `prepare` changes the folder, a copy of what `make_folder` makes. `places` and `environ` are
-    variables of the ranks, `privileged` is as :func:`~tests.parity.launches.run_forked` has it.
-    `late`: the line comes after the corpus was prepared, or others before it. `before_groups`: it
-    comes before any process group, and so before the folder of the run.
+    variables of the ranks; for `privileged` see :func:`~tests.parity.launches.run_forked`. `late`:
+    the line comes after the corpus was prepared, or after other lines. `before_groups`: it comes
+    before any process group, and so before the folder of the run.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Bad:
     environ: Mapping[str, str] = field(default_factory=dict)
     privileged: bool = True
     without: tuple[str, ...] = ()
-    """Beginnings of keys that the small run does not set then."""
+    """Prefixes of keys that the small run then does not set."""
 
     def arguments(self, folder: Path) -> list[str]:
-        """Those of a small run, and then those that are wrong."""
+        """Return the arguments of a small run, followed by the wrong ones."""
         usual = {
             key: value
             for key, value in (tiny(folder) | {"parallel.timeout_s": f"{TIMEOUT_S}"}).items()
@@ -49,7 +49,7 @@ class Bad:
 
 
 def all_of(*changes: Prepare) -> Prepare:
-    """One after the other."""
+    """Make several changes, one after the other."""
 
     def prepare(folder: Path) -> None:
         for change in changes:
@@ -59,17 +59,17 @@ def all_of(*changes: Prepare) -> Prepare:
 
 
 def mode(name: str, bits: int) -> Prepare:
-    """A file or folder with these permissions."""
+    """Set the permissions of a file or folder."""
     return lambda folder: (folder / name).chmod(bits)
 
 
 def made(name: str) -> Prepare:
-    """A folder."""
+    """Make a folder."""
     return lambda folder: (folder / name).mkdir(parents=True)
 
 
 def link(name: str, target: str) -> Prepare:
-    """A symbolic link."""
+    """Make a symbolic link."""
 
     def prepare(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

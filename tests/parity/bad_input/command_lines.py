@@ -9,7 +9,7 @@ from tests.parity.bad_folder import LONG, text
 from tests.parity.bad_input.case import Bad, all_of, made, mode
 
 CANARY = "!!python/object/apply:os.system ['touch canary']"
-"""Which a careless reader of YAML would run."""
+"""YAML that a careless reader would execute."""
 
 
 def pipe(folder: Path) -> None:
@@ -23,9 +23,14 @@ COMMAND_LINES = [
         ("parallel.tp has no value; write parallel.tp=",)),
     Bad("a section with a value", "model=3", 2, ("model is a section; write model.KEY",)),
     Bad("a plan and times at once", "--dry-run --time-slices", 2, ("expected one of them",)),
-    Bad("rows of experts without a plan", "--imbalance 2", 2, ("expected --dry-run too",)),
+    Bad("rows of experts without a plan", "--imbalance 2", 2, ("--imbalance needs --dry-run",)),
     Bad("no number of rows", "--dry-run --imbalance 0.9", 2, ("0.9: expected a number >= 1",)),
-    Bad("rows without experts", "--dry-run --imbalance 2", 2, ("model.moe.experts=null",)),
+    Bad("rows without experts", "--dry-run --imbalance 2", 2, ("model.moe.num_experts=null",)),
+    Bad("GPUs without a plan", "--gpus 4", 2, ("--gpus needs --dry-run",)),
+    Bad("JSON without a plan", "--json", 2, ("--json needs --dry-run",)),
+    Bad("no number of GPUs", "--dry-run --gpus", 2, ("--gpus without a value: expected a whole",)),
+    Bad("no GPUs", "--dry-run --gpus 0", 2, ("plan.gpus=0: expected a whole number >= 1",)),
+    Bad("an unknown device", "--dry-run --device TPU", 2, ("plan.device=TPU is not known",)),
     Bad("help on nothing", "--help modell", 2, ("--help modell: no such section", "model?")),
     Bad("two files", "one.yaml two.yaml", 2, ("one.yaml and two.yaml: expected one",),
         all_of(text("one.yaml", ""), text("two.yaml", ""))),

@@ -21,7 +21,7 @@ from tests.parity.bad_input.case import Bad, all_of, made, mode
 
 MIXTURE = "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=texts.txt"
 ROWS = "data.source=own.jsonl"
-SUPERVISED = f"{ROWS} data.samples=supervised"
+SUPERVISED = f"{ROWS} data.sample_format=supervised"
 TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 LINES = b'{"text": "the cat sat on a mat"}\n' * 5000
 
@@ -31,8 +31,8 @@ def pipe(folder: Path) -> None:
 
 
 def in_header(at: int, value: bytes) -> Callable[[Path], object]:
-    """The index of t with other bytes at an offset: 9 version, 17 code of the type, 18 sequences,
-    26 documents."""
+    """Change bytes at an offset of t's index: 9 version, 17 code of the type, 18 sequences, 26
+    documents."""
 
     def change(folder: Path) -> None:
         content = bytearray((folder / "t.idx").read_bytes())
@@ -43,7 +43,7 @@ def in_header(at: int, value: bytes) -> Callable[[Path], object]:
 
 
 def negative(folder: Path) -> None:
-    """A token file with an id below 0, in the middle."""
+    """Write a token file with an id below 0 in the middle."""
     with TokenWriter(folder / "below", np.dtype("<i4")) as writer:
         for _ in range(40):
             writer.add(np.full(50, 7))
@@ -53,7 +53,7 @@ def negative(folder: Path) -> None:
 
 
 def foreign_token(folder: Path) -> None:
-    """A cached token file with one id beyond the vocabulary, in the middle."""
+    """Write a cached token file with one id beyond the vocabulary, in the middle."""
     (folder / "texts.txt").write_text("the cat sat on a mat and ran away " * 40)
     before = Path.cwd()
     os.chdir(folder)
@@ -72,7 +72,7 @@ def foreign_token(folder: Path) -> None:
 def late(name: str, argv: str | tuple[str, ...], words: tuple[str, ...],
          change: Callable[[Path], object] = lambda folder: None, code: int = 3,
          privileged: bool = True) -> Bad:  # fmt: skip
-    """A mistake that shows when the corpus is read."""
+    """Make a mistake that shows when the corpus is read."""
     return Bad(name, argv, code, words, change, late=True, privileged=privileged)
 
 
@@ -91,14 +91,15 @@ TEXTS = [
     late("not UTF-8", "data.source=own.txt", ("own.txt", "offset 3"), text("own.txt", b"caf\xe9")),
     late("binary", "data.source=own.bin2", ("own.bin2", "not UTF-8"),
          text("own.bin2", bytes(range(256)) * 50)),
-    late("a .gz that is cut off", "data.source=own.jsonl.gz", ("own.jsonl.gz: cannot be unpacked",),
+    late("a .gz that is cut off", "data.source=own.jsonl.gz", ("own.jsonl.gz cannot be decomp",),
          text("own.jsonl.gz", gzip.compress(LINES)[:-20])),
-    late("a .xz that is cut off", "data.source=own.jsonl.xz", ("own.jsonl.xz: cannot be unpacked",),
+    late("a .xz that is cut off", "data.source=own.jsonl.xz",
+         ("own.jsonl.xz cannot be decompressed",),
          text("own.jsonl.xz", lzma.compress(LINES)[:-20])),
     late("a .zst that is cut off", "data.source=own.jsonl.zst",
-         ("own.jsonl.zst: cannot be unpacked",),
+         ("own.jsonl.zst cannot be decompressed",),
          text("own.jsonl.zst", pa.Codec("zstd").compress(LINES, asbytes=True)[:-20])),
-    late("a .gz that is none", "data.source=own.txt.gz", ("own.txt.gz: cannot be unpacked",),
+    late("a .gz that is none", "data.source=own.txt.gz", ("own.txt.gz cannot be decompressed",),
          text("own.txt.gz", b"plain")),
     late("a .parquet that is none", "data.source=own.parquet", ("own.parquet", "cannot be read"),
          text("own.parquet", b"PAR1x")),
@@ -107,7 +108,7 @@ TEXTS = [
     late("a field that is not there", "data.source=rows.jsonl data.text_field=body",
          ("rows.jsonl: no field 'body' (data.text_field)", "it has: text, n")),
     late("a field with numbers", "data.source=rows.jsonl data.text_field=n",
-         ("field 'n' (data.text_field) holds a number, no text, in line 1",)),
+         ("field 'n' (data.text_field) holds a number, not text, in line 1",)),
     late("a line that is no JSON", ROWS, ("own.jsonl", "line 2"),
          text("own.jsonl", '{"text": "a"}\n{"text": \n')),
     late("a line that is a list", ROWS, ("own.jsonl", "line 1"), text("own.jsonl", "[1, 2]\n")),
@@ -115,7 +116,7 @@ TEXTS = [
     late("a URL that nothing opens", "data.source=nothing://x/y", ("nothing://x/y",)),
     late("a URL with a token", "data.source=nothing://x/y?token=s3cret", ("nothing://x/y?***",)),
     Bad("a URL with a password", "data.source=https://me:s3cret@example.org/t.txt", 2,
-        ("data.source is a URL with a user name", "in the environment")),
+        ("data.source is a URL with a user name", "put them into the environment")),
     late("a cache that cannot be made", "data.cache=texts.txt/x", ("data.cache", "texts.txt")),
     late("a cache that is a file", "data.cache=t.bin", ("data.cache", "t.bin")),
     late("a cache that must not be written", "data.cache=cache",
@@ -125,8 +126,8 @@ TEXTS = [
          ("one sample needs 65",), text("own.txt", "short")),
 ]  # fmt: skip
 EXAMPLES = [
-    late("examples without rows", "data.source=texts.txt data.samples=supervised",
-         ("texts.txt: it has no rows",)),
+    late("examples without rows", "data.source=texts.txt data.sample_format=supervised",
+         ("texts.txt has no rows",)),
     late("examples of which one is half", SUPERVISED,
          ("own.jsonl: line 2 has neither 'messages'", "prompt"),
          text("own.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n')),
@@ -153,7 +154,7 @@ TOKEN_FILES = [
          cut_off("t.idx", 9)),
     late("an index that is empty", "data.source=t", ("t.idx is too short", "0 bytes"),
          text("t.idx", "")),
-    late("an index of something else", "data.source=t", ("t.idx is no token index",),
+    late("an index of something else", "data.source=t", ("t.idx is not a token index",),
          text("t.idx", "x" * 100)),
     late("an index of another version", "data.source=t", ("t.idx", "version 9"),
          in_header(9, (9).to_bytes(8, "little"))),
@@ -186,13 +187,15 @@ MIXTURES = [
         2, ("data.mixture: from step 2 on all weights are 0",)),
     Bad("a weight for one alone", f"{MIXTURE} data.mixture.a.weight=1", 2, ("missing for b",)),
     Bad("a temperature of weights that there are not",
-        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
+        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t "
+        "data.sample_format=megatron "
         "data.temperature=2", 2,
-        ("data.temperature=2.0 has no effect with data.samples=megatron, wh",)),
+        ("data.temperature=2.0 has no effect with data.sample_format=megatron, wh",)),
     Bad("a temperature of 0", f"{MIXTURE} data.temperature=0", 2,
         ("data.temperature=0: expected a number > 0",)),
     Bad("weights too large",
-        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t data.samples=megatron "
+        "data.source=stdlib data.mixture.a.source=t data.mixture.b.source=t "
+        "data.sample_format=megatron "
         "data.mixture.a.weight=1e308 data.mixture.b.weight=1e308", 2,
         ("data.mixture: weights", "of a finite sum")),
     Bad("a key of a source that is none", f"{MIXTURE} data.mixture.a.wieght=1", 2,

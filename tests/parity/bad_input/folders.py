@@ -1,5 +1,4 @@
-"""Checkpoints and folders of Hugging Face's that cannot be loaded, run folders that cannot be
-used."""
+"""Checkpoints and Hugging Face folders that cannot be loaded, run folders that cannot be used."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ RUN_LOAD = "checkpoint.load=run checkpoint.load_only=weights"
 
 
 def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """The manifest of the checkpoint in ``run``, changed, as its writer would have written it."""
+    """Change the manifest of the checkpoint in ``run``, as its writer would have written it."""
 
     def edited(content: bytes) -> bytes:
         manifest = json.loads(content)
@@ -43,18 +42,18 @@ def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
 
 
 def with_experts(folder: Path) -> None:
-    """The checkpoint in ``run`` is of the same model with 4 experts, and the folder ``hf`` its
-    export."""
+    """Replace the checkpoint in ``run`` by one of the same model with 4 experts, and the folder
+    ``hf`` by its export."""
     for name in ("run", "hf"):
         shutil.rmtree(folder / name)
-    moe = MoEConfig(experts=4, ffn=12, group_top_k=1)
+    moe = MoEConfig(num_experts=4, expert_ffn_hidden=12, topk_groups=1)
     model = MODEL.model_copy(update={"moe": moe})
     parameters = init_random(model, seed=5, dtype=torch.float32)
     export(write_checkpoint(folder / "run", model, parameters), folder / "hf")
 
 
 def own_run(folder: Path) -> None:
-    """The run folder has the checkpoint of another model."""
+    """Put another model's checkpoint into the run folder."""
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / RUN)
 
@@ -66,9 +65,9 @@ def binary_config(folder: Path) -> None:
 CHECKPOINTS = [
     Bad("load of nothing", "checkpoint.load=./gone", 5, ("checkpoint.load: ./gone: no such",)),
     Bad("load of nothing by a URL", "checkpoint.load=memory://gone/run", 5,
-        ("checkpoint.load: memory://gone/run: neither a checkpoint",)),
-    Bad("checkpoints where fsspec has no way", "checkpoint.folder=nothing://x/y", 5,
-        ("checkpoint.folder=nothing://x/y: Protocol not known",)),
+        ("checkpoint.load: memory://gone/run is neither a checkpoint",)),
+    Bad("checkpoints where fsspec has no way", "checkpoint.url=nothing://x/y", 5,
+        ("checkpoint.url=nothing://x/y: Protocol not known",)),
     Bad("load of a file", "checkpoint.load=texts.txt", 5,
         ("checkpoint.load: texts.txt: no such folder",),
         before_groups=True),
@@ -95,7 +94,7 @@ CHECKPOINTS = [
         lambda folder: next(folder.glob("run/checkpoints/*/*.safetensors")).chmod(0),
         privileged=False),
     Bad("load of another model's checkpoint", RUN_LOAD, 5,
-        ("checkpoint.load: run/checkpoints/step-00000003 is of another model", "--config"),
+        ("checkpoint.load: run/checkpoints/step-00000003 belongs to another model", "--config"),
         before_groups=True),
     Bad("load of an unknown family", "checkpoint.load=hf", 2, ("checkpoint.load: ", "'opt'"),
         in_config(model_type="opt"),
@@ -104,13 +103,13 @@ CHECKPOINTS = [
         gone("hf/model-00002-of-00002.safetensors"),
         before_groups=True),
     Bad("load of a shard that is cut off", "checkpoint.load=hf", 5,
-        ("model-00002-of-00002.safetensors: not a whole",),
+        ("model-00002-of-00002.safetensors is not a complete",),
         cut_off("hf/model-00002-of-00002.safetensors", 40)),
     Bad("load of another model of Hugging Face's", "checkpoint.load=hf", 5,
-        ("checkpoint.load: hf is of another model", "model.norm is layernorm, there rmsnorm",
+        ("checkpoint.load: hf belongs to another model", "model.norm is layernorm, stored is rmsn",
          "--config"),
         before_groups=True),
-    Bad("load of a config that is no JSON", "checkpoint.load=hf", 5, ("config.json: no JSON",),
+    Bad("load of a config that is no JSON", "checkpoint.load=hf", 5, ("config.json is not JSON",),
         text("hf/config.json", "{")),
     Bad("load of a config that is no text", "checkpoint.load=hf", 5, ("config.json",),
         binary_config),
@@ -123,12 +122,12 @@ CHECKPOINTS = [
         ("lm_head.weight is I32", "BF16, F16, F32, F64"),
         in_shard(lambda state: state.update({"lm_head.weight": state["lm_head.weight"].int()}))),
     Bad("load of a checkpoint with another number of experts",
-        f"{RUN_LOAD} model.moe.experts=8", 5,
-        ("step-00000003 is of another model", "model.moe.experts is 8, there 4"), with_experts,
+        f"{RUN_LOAD} model.moe.num_experts=8", 5,
+        ("step-00000003 belongs to", "model.moe.num_experts is 8, stored is 4"), with_experts,
         before_groups=True),
     Bad("load of Hugging Face's model with another number of experts",
-        "checkpoint.load=hf model.moe.experts=8", 5,
-        ("checkpoint.load: hf is of another model", "model.moe.experts is 8, there 4"),
+        "checkpoint.load=hf model.moe.num_experts=8", 5,
+        ("checkpoint.load: hf belongs to another model", "model.moe.num_experts is 8, stored is 4"),
         with_experts,
         before_groups=True),
     Bad("load of a router that cannot be expressed", "checkpoint.load=hf", 2,

@@ -10,7 +10,7 @@ ALONE: dict[str, str | None] = {
     "MASTER_ADDR": None,
     "MASTER_PORT": None,
 }
-"""No variables of torchrun's."""
+"""The environment without torchrun's variables."""
 SLURM = {
     **ALONE,
     "SLURM_PROCID": "{rank}",
@@ -32,7 +32,7 @@ MPI = {
 
 
 def place(name: str, words: tuple[str, ...], places: dict[str, str | None]) -> Bad:
-    """Variables that all ranks have."""
+    """Make a mistake in variables that all ranks have."""
     return Bad(name, "", 4, words, places=places)
 
 
@@ -52,7 +52,7 @@ PLACES = [
         ("rendezvous at nobody.invalid", "for 2 s", "set MASTER_ADDR to the host of rank 0"),
         places={"MASTER_ADDR": "nobody.invalid", "LOCAL_RANK": "{rank}"},
         late=True),  # a line at once says that the name is looked for
-    place("half of SLURM's variables", ("one of 2 tasks of SLURM's", "SLURM_STEP_NUM_TASKS"),
+    place("half of SLURM's variables", ("one of 2 SLURM tasks", "SLURM_STEP_NUM_TASKS"),
         {**SLURM, "SLURM_STEP_NUM_TASKS": None}),
     place("SLURM_JOB_ID is a word", ("SLURM_JOB_ID='job': expected a number",),
         {**SLURM, "SLURM_JOB_ID": "job", "MASTER_PORT": None}),
@@ -60,7 +60,7 @@ PLACES = [
         {**SLURM, "SLURM_LOCALID": None}),
     place("half of Open MPI's variables", ("OMPI_COMM_WORLD_SIZE=''", "expected a number"),
         {**MPI, "OMPI_COMM_WORLD_SIZE": None}),
-    place("Open MPI on several hosts", ("expected MASTER_ADDR to be set",),
+    place("Open MPI on several hosts", ("set MASTER_ADDR to",),
         {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
     place("a launcher that is not known", ("FLUX_TASK_RANK", "set RANK, WORLD_SIZE"),
         {**ALONE, "FLUX_TASK_RANK": "{rank}"}),

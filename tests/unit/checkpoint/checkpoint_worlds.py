@@ -24,7 +24,13 @@ META = Meta(
     run_id="a-run",
     layout={"dp": 1, "tp": 1},
     coordinates={"samples": 320, "loss": 2.0},
-    config={"model.layers": 2, "run.name": "ä", "pipeline.layout": [1, 2], "x": None, "y": True},
+    config={
+        "model.layers": 2,
+        "run.name": "ä",
+        "pipeline.stage_layout": [1, 2],
+        "x": None,
+        "y": True,
+    },
     digests={"corpus": sha256(b"corpus").hexdigest()},
 )
 
@@ -83,7 +89,7 @@ def run_world(world: int, work: Callable[[ThreadGroup], object]) -> list:
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A small state with every dtype and awkward shapes."""
+    """Return a small state with every dtype and awkward shapes."""
     g = torch.Generator().manual_seed(seed)
     state = {
         "model/layers.0.mlp.up.weight": torch.randn(2, 8, 12, generator=g).bfloat16(),
@@ -99,7 +105,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def flat_cut(state: dict[str, torch.Tensor], rank: int, world: int) -> Iterator[Piece]:
-    """ZeRO: equal slices of the concatenated tensors, whatever their boundaries."""
+    """Cut as ZeRO does: equal slices of the concatenated tensors, whatever their boundaries."""
     total = sum(t.numel() for t in state.values())
     begin, end = total * rank // world, total * (rank + 1) // world
     base = 0
@@ -115,7 +121,7 @@ def flat_cut(state: dict[str, torch.Tensor], rank: int, world: int) -> Iterator[
 
 
 def dim_cut(dim: int) -> Callable[[dict[str, torch.Tensor], int, int], Iterator[Piece]]:
-    """Tensor parallelism along `dim` (rank 0 holds what has no such dim)."""
+    """Cut as tensor parallelism along `dim` does; rank 0 holds what has no such dimension."""
 
     def cut(state: dict[str, torch.Tensor], rank: int, world: int) -> Iterator[Piece]:
         for name, tensor in state.items():
@@ -133,19 +139,19 @@ def dim_cut(dim: int) -> Callable[[dict[str, torch.Tensor], int, int], Iterator[
 
 
 def save_alone(root: Path, step: int, seed: int = 0, **options: int) -> Path:
-    """A checkpoint of `tensors(seed)` written by one process."""
+    """Write a checkpoint of `tensors(seed)` in one process."""
     pieces = flat_cut(tensors(seed), 0, 1)
     return save(root, step=step, pieces=pieces, meta=META, group=SingleProcess(), **options)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bytes (so that NaN equals NaN and 0 differs from -0)."""
+    """Whether shape, dtype and bytes are equal, so that NaN equals NaN and 0 differs from -0."""
     bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def assert_holds(path: Path, seed: int) -> None:
-    """The checkpoint verifies and holds `tensors(seed)` bit for bit."""
+    """Assert that the checkpoint verifies and holds `tensors(seed)` bit for bit."""
     checkpoint, state = Checkpoint.open(path), tensors(seed)
     checkpoint.verify()
     checkpoint.match({name: tuple(tensor.shape) for name, tensor in state.items()})
@@ -163,7 +169,7 @@ def is_sound(path: Path) -> bool:
 
 
 def sealed(body: str | bytes) -> bytes:
-    """A manifest file with this body and a digest that fits it."""
+    """Return a manifest file with this body and a digest that fits it."""
     body = body.encode() if isinstance(body, str) else body
     return b'{"body":' + body + b',"sha256":"' + sha256(body).hexdigest().encode() + b'"}\n'
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapipe.checkpoint.storage import StorageLocation, place_of
+from megapipe.checkpoint.storage import StorageLocation, location_of
 from megapipe.util import retries
 from tests.parity import object_files
 from tests.parity.object_server import ObjectServer, serving
@@ -14,7 +14,7 @@ from tests.parity.object_server import ObjectServer, serving
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """A server whose clients repeat at once a request that fails, six times in 20 s of waits."""
+    """Yield a server; clients retry failed requests without sleeping, six times in nominal 20 s."""
     object_files.register()
     monkeypatch.setattr(retries, "sleep", lambda seconds: None)
     with serving() as server:
@@ -23,5 +23,5 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def root(store: ObjectServer) -> StorageLocation:
-    """The folder of a run's checkpoints."""
-    return place_of(store.url("run"), what="URL", patience_s=20)
+    """Return the folder of a run's checkpoints."""
+    return location_of(store.url("run"), what="URL", patience_s=20)

@@ -19,7 +19,7 @@ Outcome = tuple[Checkpoint | None, str]
 
 
 def looked_at(path: Path) -> list[Outcome]:
-    """What the ranks say of a checkpoint."""
+    """Return what each rank finds in a checkpoint."""
     store = HashStore()
 
     def work(group: ThreadGroup) -> Outcome:
@@ -42,7 +42,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of three ranks, all of whose values are finite."""
+    """Write a checkpoint of three ranks, all of whose values are finite."""
     finite = {name: values.nan_to_num(0, 1, -1) for name, values in tensors(2).items()}
 
     def work(group: ThreadGroup) -> Path:
@@ -83,7 +83,7 @@ def test_nobody_waits_before_the_last_rank_has_read(
     def work(group: ThreadGroup) -> Outcome:
         check = AsyncVerify(path, group, store)
         if group.rank == 0:
-            until(lambda: store.add(f"megapipe/looked at/{path}", 0) == WORLD - 1)
+            until(lambda: store.add(f"megapipe/checked/{path}", 0) == WORLD - 1)
             assert not check.ended
             go_on.set()
             until(lambda: check.ended)

@@ -40,12 +40,12 @@ def test_the_list_shows_all_and_what_is_wrong_with_them(tmp_path, capsys):
         lines = out_of(capsys, "list", folder).splitlines()
         assert lines[0] == f"{root}: 3 checkpoints"
         assert [line.split()[0] for line in lines[1:4]] == [path.name for path in paths]
-        assert lines[1].endswith("dp 1, tp 1  sound")
+        assert lines[1].endswith("dp 1, tp 1  intact")
         assert "damaged: cannot read" in lines[2]
         assert lines[4] == "latest names step-00000010"
         assert lines[5].startswith(".staging-00000011-abc: being written")
     (root / "latest").write_text("step-00000099\n")
-    assert "names step-00000099, which is not there" in out_of(capsys, "list", root)
+    assert "names step-00000099, which does not exist" in out_of(capsys, "list", root)
 
 
 def test_the_list_tells_weights_alone_from_what_a_run_can_go_on_from(tmp_path, capsys):
@@ -53,17 +53,17 @@ def test_the_list_tells_weights_alone_from_what_a_run_can_go_on_from(tmp_path, c
     save_state(tmp_path, {k: v for k, v in tensors().items() if k.startswith("model/")}, step=2)
     lines = out_of(capsys, "list", tmp_path).splitlines()
     assert [line.partition("tp 1")[2].strip() for line in lines[1:3]] == [
-        "sound",
-        "sound, weights alone",
+        "intact",
+        "intact, weights only",
     ]
 
 
 def test_verify_reads_every_byte_of_all(tmp_path, capsys):
     paths = [save_alone(tmp_path, step) for step in (1, 2, 3)]
-    assert out_of(capsys, "verify", tmp_path).count(": sound, 1 file") == 3
+    assert out_of(capsys, "verify", tmp_path).count(": intact, 1 file") == 3
     flip(paths[1] / "00000-0000.safetensors")
     text = out_of(capsys, "verify", tmp_path, paths[1], code=5)
-    assert text.count(": sound, 1 file") == 2
+    assert text.count(": intact, 1 file") == 2
     assert text.count(f"{paths[1]}: DAMAGED: ") == 2
     assert "2 of 4 checkpoints cannot be used" in text
 
@@ -86,7 +86,7 @@ def test_inspect_shows_the_newest_of_a_run(tmp_path, capsys):
     keys = out_of(capsys, "inspect", path, "--config").splitlines()
     assert keys == [
         "model.layers=2",
-        "pipeline.layout=[1, 2]",
+        "pipeline.stage_layout=[1, 2]",
         "run.name=ä",
         "x=null",
         "y=true",
@@ -98,7 +98,7 @@ def test_inspect_shows_the_newest_of_a_run(tmp_path, capsys):
     values = tensors()["model/final_norm.weight"]
     wanted = [values.min(), values.max(), values.square().mean().sqrt()]
     assert [float(x) for x in found.groups()] == pytest.approx([x.item() for x in wanted], 1e-5)
-    assert "no tensor of that name" in out_of(capsys, "inspect", path, "--tensors", "q", code=2)
+    assert "no name matches" in out_of(capsys, "inspect", path, "--tensors", "q", code=2)
 
 
 def test_diff_sees_through_layouts_and_shows_every_difference(tmp_path, capsys):
@@ -106,7 +106,7 @@ def test_diff_sees_through_layouts_and_shows_every_difference(tmp_path, capsys):
     other = save(
         tmp_path / "b", step=1, pieces=dim_cut(0)(tensors(), 0, 1), meta=META, group=SingleProcess()
     )
-    assert "7 of 7 tensors are the same bits" in out_of(capsys, "diff", one, other, "--equal")
+    assert "7 of 7 tensors are bitwise equal" in out_of(capsys, "diff", one, other, "--equal")
     state = tensors()
     state["model/final_norm.weight"][3] += 0.5
     state["optimizer.exp_avg/final_norm.weight"][0] = torch.nan
@@ -119,10 +119,10 @@ def test_diff_sees_through_layouts_and_shows_every_difference(tmp_path, capsys):
     assert f"model/final_norm.weight: at most 0.5, norm {0.5 / norm:.3g} of A's\n" in text
     assert "optimizer.exp_avg/final_norm.weight: at most 0, norm 0 of A's, 1 values not" in text
     assert "optimizer.step/count: only in A\n" in text
-    assert "4 of 7 tensors are the same bits" in text
+    assert "4 of 7 tensors are bitwise equal" in text
     assert "differ in 3 tensors" in out_of(capsys, "diff", one, other, "--equal", code=5)
     same = out_of(capsys, "diff", one, other, "--only", "model/*emb*", "--equal")
-    assert "1 of 1 tensors are the same bits" in same
+    assert "1 of 1 tensors are bitwise equal" in same
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "inspect"])
@@ -151,10 +151,10 @@ def test_delete_leaves_a_sound_one_and_moves_the_pointer(tmp_path, capsys):
         save_alone(root, step)
     (root / "step-00000001" / "00000-0000.safetensors").unlink()
     text = out_of(capsys, "delete", tmp_path, "2", "step-00000003", code=2)
-    assert "no sound checkpoint would be left" in text
+    assert "this would delete the last intact checkpoint" in text
     text = out_of(capsys, "delete", tmp_path, "step-00000002", "step-00000003")
     assert text.count("removed ") == 2
-    assert "latest names step-00000002.1 now" in text
+    assert "latest now names step-00000002.1" in text
     assert names(root) == ["latest", "step-00000001", "step-00000002.1"]
     assert (root / "latest").read_text() == "step-00000002.1\n"
     assert "has no checkpoint '5'" in out_of(capsys, "delete", tmp_path, "5", code=2)
@@ -165,7 +165,9 @@ def test_delete_leaves_a_sound_one_and_moves_the_pointer(tmp_path, capsys):
 def test_delete_does_not_take_one_for_sound_by_its_length(tmp_path, capsys):
     paths = [save_alone(tmp_path, step) for step in (1, 2)]
     flip(paths[1] / "00000-0000.safetensors")
-    assert "no sound checkpoint would be left" in out_of(capsys, "delete", tmp_path, "1", code=2)
+    assert "this would delete the last intact checkpoint" in out_of(
+        capsys, "delete", tmp_path, "1", code=2
+    )
     out_of(capsys, "delete", tmp_path, "2")
     assert names(tmp_path) == ["latest", "step-00000001"]
 
@@ -177,7 +179,7 @@ def test_repair_clears_and_points_at_what_verifies(tmp_path, capsys):
     (root / ".staging-00000004-abc").mkdir()
     text = out_of(capsys, "repair", tmp_path)
     assert "removed" in text
-    assert "passed over: " in text
+    assert "skipped: " in text
     assert "step-00000003" in text
     assert (root / "latest").read_text() == "step-00000002\n"
     assert names(root) == ["latest", *(path.name for path in paths)]
@@ -187,7 +189,7 @@ def test_repair_clears_and_points_at_what_verifies(tmp_path, capsys):
     assert (root / "latest").read_text() == "step-00000001\n"
     for path in root.glob("*/manifest.json"):
         path.unlink()
-    assert "no checkpoint there is sound" in out_of(capsys, "repair", tmp_path, code=5)
+    assert "has no intact checkpoint" in out_of(capsys, "repair", tmp_path, code=5)
 
 
 def test_a_folder_in_the_place_of_the_pointer_is_one_line(tmp_path, capsys):

@@ -35,7 +35,7 @@ from tests.unit.checkpoint.checkpoint_worlds import (
 
 @pytest.fixture
 def path(tmp_path):
-    """A checkpoint of two ranks with two shards each."""
+    """Write a checkpoint of two ranks with two shard files each."""
 
     def work(group):
         pieces = flat_cut(tensors(), group.rank, 2)
@@ -51,7 +51,7 @@ def read_all(path: Path) -> None:
 
 
 def refused(path: Path) -> str:
-    """Reading everything fails with one line that names the checkpoint; so does verifying it."""
+    """Assert that reading and verifying fail with one line that names the checkpoint; return it."""
     with pytest.raises(CheckpointError) as info:
         read_all(path)
     assert "\n" not in str(info.value)
@@ -116,7 +116,7 @@ def test_a_flipped_bit_is_found_without_reading_values(path):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Three that read; tensors take several blocks, and files several runs."""
+    """Have three threads read; tensors take several blocks, and files several runs."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(reader, "RUN_BYTES", 1)
     monkeypatch.setattr(shard, "_IN_CACHE", 64)
@@ -328,7 +328,7 @@ HAND_MADE = {
     "unknown key": (setter("extra", 1), "Extra inputs"),
     "unknown piece key": (on_piece(extra=1), "Extra inputs"),
     "missing key": (lambda body: body.pop("step"), "step: Field required"),
-    "version": (setter("version", 1), "version: 1, where this megapipe reads 2"),
+    "version": (setter("version", 1), "version: 1, but this megapipe reads 2"),
     "format": (setter("format", "dcp"), "format: Input should be"),
     "step": (setter("step", -1), "step: "),
     "run id": (setter("run_id", "../x"), "run_id: "),

@@ -27,7 +27,7 @@ CALLS += [(os, "rmdir"), (shard, "checksum")]
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no handler for ordinary errors sees it."""
+    """An error in place of SIGKILL: no handler for ordinary errors sees it."""
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import torch
 
 from megapipe.checkpoint import Checkpoint, save
 from megapipe.checkpoint.shard import TORCH_DTYPES
-from tests.parity.held_state import Held, assert_held
 from tests.parity.naive_reader import Global, Malformed, in_type, read_global, read_manifest
+from tests.parity.rank_state import Held, assert_held
 from tests.unit.checkpoint.checkpoint_worlds import (
     META,
     ThreadGroup,
@@ -62,7 +62,7 @@ QUARTERS: Pieces = [((i, j), WHOLE[i : i + 2, j : j + 3]) for i in (0, 2) for j 
 
 
 def write(folder: Path, pieces: Pieces) -> Path:
-    """A folder that consistently says that a tensor of [4, 6] has these pieces, all in a file."""
+    """Write a consistent folder in which a [4, 6] tensor has these pieces, all in one file."""
     header, data, said = {}, b"", []
     for offsets, values in pieces:
         place = [len(data), len(data) + values.nbytes]
@@ -134,7 +134,7 @@ def test_a_shard_with_bytes_that_are_no_value(tmp_path: Path) -> None:
 
 
 def part(offsets: tuple[int, int], values: np.ndarray, start: int = 0, what: str = "own") -> Held:
-    """What a rank holds from `start` on of two rows, [2, 8], of which two columns are padding."""
+    """Return a rank's values from `start` on, of [2, 8] rows with two columns of padding."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     return Held("model/a", "fp32", along(offsets), start, bits, what)
 
@@ -165,7 +165,7 @@ def changed(rank: int, index: int, change: Callable[[np.ndarray], object]) -> li
 
 
 def swap(bits: np.ndarray) -> None:
-    """Two columns of the first row."""
+    """Swap two columns of the first row."""
     bits[:6] = bits[[3, 4, 5, 0, 1, 2]]
 
 

@@ -37,7 +37,7 @@ def test_what_is_listed_read_and_shown(
     lines = out_of(capsys, "list", root).splitlines()
     assert lines[0] == f"{root}: 2 checkpoints"
     assert [line.split()[0] for line in lines[1:3]] == [path.name for path in paths]
-    assert lines[1].endswith("dp 1, tp 1  sound")
+    assert lines[1].endswith("dp 1, tp 1  intact")
     assert lines[3] == f"latest names {paths[1].name}"
     assert lines[4].startswith(f"{left}: being written")
     assert f"{paths[1]}: step 2 of run a-run\n" in out_of(capsys, "inspect", root)
@@ -46,13 +46,13 @@ def test_what_is_listed_read_and_shown(
         name for name in tensors() if name.startswith("model/")
     )
     local = save_alone(tmp_path, 1)
-    assert "7 of 7 tensors are the same bits" in out_of(capsys, "diff", local, root, "--equal")
-    assert out_of(capsys, "verify", root).count(": sound, 1 file") == 2
+    assert "7 of 7 tensors are bitwise equal" in out_of(capsys, "diff", local, root, "--equal")
+    assert out_of(capsys, "verify", root).count(": intact, 1 file") == 2
     flip(store, paths[0])
     text = out_of(capsys, "verify", root, paths[0], code=5)
     assert text.count(f"{paths[0]}: DAMAGED: {paths[0]}/00000-0000.safetensors") == 2
     assert "2 of 3 checkpoints cannot be used" in text
-    assert "no checkpoints there" in out_of(capsys, "list", f"{root}/none", code=5)
+    assert "has no checkpoints" in out_of(capsys, "list", f"{root}/none", code=5)
 
 
 def test_what_is_removed(
@@ -63,13 +63,13 @@ def test_what_is_removed(
     attempt = f"step-00000004-{'a' * 16}"
     store.put(f"{BUCKET}/run/{attempt}/00000-0000.safetensors", b"x")
     text = out_of(capsys, "delete", root, "1", "2", "3", code=2)
-    assert "no sound checkpoint would be left" in text
+    assert "this would delete the last intact checkpoint" in text
     text = out_of(capsys, "delete", root, "1", paths[2].name)
     assert text.count("removed ") == 2
-    assert f"{root}/{POINTER} names {paths[1].name} now" in text
+    assert f"{root}/{POINTER} now names {paths[1].name}" in text
     assert at(root).names() == sorted([POINTER, REMOVED, paths[1].name, attempt])
     Checkpoint.open(paths[1]).verify()
-    assert "start it again" in out_of(capsys, "repair", root, code=2)
+    assert "restart the run" in out_of(capsys, "repair", root, code=2)
     assert attempt in at(root).names()
     out_of(capsys, "delete", root, "2", "--last")
     assert at(root).names() == sorted([REMOVED, attempt])
@@ -79,7 +79,7 @@ def test_what_is_removed(
     ("url", "words", "code"),
     [
         ("nothing://x/y", "URL=nothing://x/y: Protocol not known: nothing", 5),
-        ("s3://me:secret@bucket/x", "URL is a URL with a user name or a password", 2),
+        ("s3://me:secret@bucket/x", "URL is a URL with a user name or password", 2),
     ],
 )
 def test_urls_that_cannot_be_used(

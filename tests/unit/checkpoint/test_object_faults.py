@@ -21,12 +21,12 @@ from megapipe.checkpoint import (
     save,
     whole,
 )
-from megapipe.checkpoint import objects as module
+from megapipe.checkpoint import object_storage as module
 from megapipe.checkpoint.find import find_intact
 from megapipe.checkpoint.folders import committed
 from megapipe.checkpoint.names import MANIFEST, POINTER, REMOVED
-from megapipe.checkpoint.objects import RemotePath
-from megapipe.checkpoint.storage import StorageLocation, at, place_of
+from megapipe.checkpoint.object_storage import RemotePath
+from megapipe.checkpoint.storage import StorageLocation, at, location_of
 from megapipe.errors import CheckpointError, StorageError
 from tests.parity.object_files import ObjectFileSystem
 from tests.parity.object_server import Fault, ObjectServer, Request
@@ -41,7 +41,7 @@ from tests.unit.checkpoint.checkpoint_worlds import (
 
 
 def only_in_ci(value: str) -> Any:
-    """A parameter of a test that others nearly prove."""
+    """Leave a value to full test runs, as other tests nearly prove it."""
     return pytest.param(value, marks=pytest.mark.full)
 
 
@@ -51,12 +51,12 @@ def slow(value: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard of a save is uploaded in two parts."""
+    """Have the shard file of a save be uploaded in two parts."""
     monkeypatch.setattr(module, "PART_BYTES", 3000)
 
 
 def requests_of(store: ObjectServer, work: Callable[[], object]) -> list[Request]:
-    """The requests that `work` makes."""
+    """Return the requests that `work` makes."""
     begun = len(store.requests)
     work()
     return store.requests[begun:]
@@ -81,14 +81,14 @@ def a_save(root: StorageLocation) -> StorageLocation:
 
 
 def assert_intact(path: StorageLocation, seed: int) -> None:
-    """The checkpoint is that of `tensors(seed)`, by few requests."""
+    """Assert that the checkpoint is that of `tensors(seed)`, with few requests."""
     checkpoint = Checkpoint.open(path)
     checkpoint.verify()
     assert checkpoint.read("optimizer.step/count").item() == 2**40 + seed
 
 
 def kinds_of_a_save(store: ObjectServer, root: StorageLocation) -> list[str]:
-    """Requests of a save beside an older checkpoint."""
+    """Return the kinds of requests of a save beside an older checkpoint."""
     save_alone(root, 1, seed=1)
     kinds = [r.kind for r in requests_of(store, lambda: a_save(root))]
     assert {"PUT", "PART", "JOIN", "LIST", "HEAD", "GET", "DELETE"} <= set(kinds)
@@ -99,7 +99,7 @@ def kinds_of_a_save(store: ObjectServer, root: StorageLocation) -> list[str]:
 def test_a_failure_that_passes_is_got_over(
     store: ObjectServer, root: StorageLocation, fault: Fault
 ) -> None:
-    """At each request: a save and all that is read go through, and nothing is left behind."""
+    """Any one request may fail: the save and all reads succeed, and nothing is left behind."""
     assert isinstance(root, RemotePath)
     kinds = kinds_of_a_save(store, root / "count")
     for number in range(len(kinds)):
@@ -121,7 +121,7 @@ def test_a_failure_that_passes_is_got_over(
 def test_a_store_that_goes_away_in_a_save(
     store: ObjectServer, root: StorageLocation, fault: Fault
 ) -> None:
-    """From each request on: one line, and what stood stands, also under the pointer."""
+    """From any request on: one line says so, and older checkpoints and the pointer stay."""
     kinds = kinds_of_a_save(store, root / "count")
     manifest = len(kinds) - 4
     assert kinds[manifest:] == ["PUT", "HEAD", "GET", "PUT"]
@@ -190,10 +190,10 @@ def test_a_failure_of_one_rank_is_that_of_all(store: ObjectServer, root: Storage
 
 
 def test_a_mute_store_is_not_waited_for(store: ObjectServer, root: StorageLocation) -> None:
-    """For half of its patience, and a quarter of that for cleaning up: first and last request of a
-    save, an upload, the manifest."""
+    """A save waits for half of its patience, and a quarter of that for cleaning up. Mute are the
+    first and the last request of a save, an upload, or the manifest."""
     save_alone(root, 1, seed=1)
-    hasty = place_of(str(root), what="URL", patience_s=0.4)
+    hasty = location_of(str(root), what="URL", patience_s=0.4)
     kinds = kinds_of_a_save(store, root / "count")
     for number in (0, kinds.index("PART"), len(kinds) - 4, len(kinds) - 1):
         failing(store, number, "mute", lasting=True)
@@ -209,20 +209,20 @@ def test_a_mute_store_is_not_waited_for(store: ObjectServer, root: StorageLocati
 
 
 def test_missing_buckets_and_denials_are_found_at_the_start(store: ObjectServer) -> None:
-    none = place_of(store.url("run").replace("/bucket/", "/none/"), what="URL")
+    none = location_of(store.url("run").replace("/bucket/", "/none/"), what="URL")
     assert isinstance(none, RemotePath)
     words = r"cannot write .*/none/run/.*: there is no such object or bucket \(NoSuchBucket\)"
     with pytest.raises(CheckpointError, match=words):
         none.probe()
     failing(store, 0, "deny", lasting=True)
-    there = place_of(store.url("run"), what="URL")
+    there = location_of(store.url("run"), what="URL")
     assert isinstance(there, RemotePath)
     with pytest.raises(CheckpointError, match=r"cannot write .*: access is denied \(Forbidden\)"):
         there.probe()
 
 
 def test_an_error_is_no_absence(store: ObjectServer, root: StorageLocation) -> None:
-    """Of a manifest, which would have its checkpoint taken for a leftover."""
+    """A manifest that cannot be read does not make its checkpoint a leftover."""
     path = save_alone(root, 1, seed=1)
 
     def fault(number: int, request: Request) -> Fault | None:
@@ -275,7 +275,7 @@ def test_a_bug_is_not_repeated(store: ObjectServer, root: StorageLocation) -> No
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: no handler for ordinary errors sees it."""
+    """An error in place of SIGKILL: no handler for ordinary errors sees it."""
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def test_miscovered_agrees_with_counting(data):
 
 @st.composite
 def tilings(draw, region):
-    """Recursive guillotine cuts of a region."""
+    """Draw recursive guillotine cuts of a region."""
     cuttable = [d for d, n in enumerate(region.sizes) if n > 1]
     if not cuttable or draw(st.integers(0, 3)) == 0:
         return [region]

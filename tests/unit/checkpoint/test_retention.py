@@ -40,7 +40,7 @@ def lose(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Damage of which no length tells."""
+    """Damage a checkpoint without a change of length."""
     shard = path / "00000-0000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -50,7 +50,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("damage", [lose, flip])
 @pytest.mark.parametrize("which", [2, 3])
 def test_a_damaged_one_does_not_count_as_kept(tmp_path, damage, which):
-    """Also if it is the newest: the intact ones that are older stay."""
+    """Even the newest one does not count: the intact ones that are older stay."""
     paths = [save_alone(tmp_path, step) for step in (1, 2, 3, 4)]
     damage(paths[which])
     assert retain(tmp_path, keep=2, newest=paths[3]) == [paths[0]]
@@ -86,7 +86,7 @@ def test_attempts_of_a_step_count_one_by_one(tmp_path):
 
 
 def test_no_name_is_given_twice(tmp_path):
-    """Whatever was removed in between, by a command, by retention, in any order."""
+    """Commands and retention may have removed checkpoints in between, in any order."""
     given = [save_alone(tmp_path, step).name for step in (2, 5, 5)]
     for steps in ([5], [5, 2], [5], [7, 3], [7, 6], [2]):
         assert not remove(tmp_path, [tmp_path / key.name for key in committed(tmp_path)]).problems
@@ -143,7 +143,7 @@ def test_a_full_disk_keeps_nothing_from_being_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LocalPath, "replace", fail)
     (problem,) = remove(tmp_path, [tmp_path / "step-00000005.1"]).problems
-    assert "may be given again: " in problem
+    assert "may be used again: " in problem
     assert names(tmp_path) == ["latest", "step-00000002"]
 
 
@@ -156,7 +156,7 @@ def test_a_record_that_is_garbage_stops_no_save(tmp_path):
 
 
 def test_what_cannot_be_removed_is_told_and_the_rest_goes(tmp_path, monkeypatch):
-    """As by NFS, where a file that is still open elsewhere stays."""
+    """It fails as on NFS, where a file that is still open elsewhere stays."""
     paths = [save_alone(tmp_path, step) for step in (1, 2, 3, 4)]
     (tmp_path / ".staging-00000001-a").mkdir()
     (tmp_path / ".staging-00000001-b").mkdir()

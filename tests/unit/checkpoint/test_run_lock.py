@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave(folder: Path, owner: heartbeat.Owner, number: int = 1) -> Path:
-    """What a job that was killed leaves behind."""
+    """Write the owner file that a killed job leaves behind."""
     place = folder / f".lock.{number}" / OWNER
     place.parent.mkdir(exist_ok=True)
     place.write_text(json.dumps(asdict(owner)))
@@ -91,7 +91,9 @@ def test_a_job_elsewhere_is_gone_when_its_count_stands_still(
     assert lock.taken_over == far
     lock.release()
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"looking whether process {os.getpid()} on far, which had {tmp_path}, is alive" in line
+    assert (
+        f"checking whether process {os.getpid()} on far, which had locked {tmp_path}, is alive"
+    ) in line
 
 
 def test_a_job_elsewhere_that_counts_keeps_the_folder(
@@ -161,10 +163,10 @@ def test_a_folder_that_was_removed_under_a_job_is_one_line(tmp_path: Path) -> No
 
 
 def test_a_run_folder_that_is_removed_and_made_again_was_not_taken_over(tmp_path: Path) -> None:
-    """As by a writer that makes the folders of its file."""
+    """A writer that makes the folders of its file has made it again."""
     (run := tmp_path / "run").mkdir()
     lock = RunLock(run)
     shutil.rmtree(run)
     run.mkdir()
-    with pytest.raises(CheckpointError, match=r"/run was removed, or "):
+    with pytest.raises(CheckpointError, match=r"/run or its lock was removed"):
         lock.check()

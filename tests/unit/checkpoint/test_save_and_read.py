@@ -218,7 +218,7 @@ def row(begin, end, *, name="m/w", rows=4, dtype=torch.float32):
         ([[row(0, 4)], [row(0, 4, name="m/" + "x" * 300)]], "rank 1: .*256"),
         ([[], [row(0, 4, dtype=torch.float16)]], "rank 1: .*float16, not one of fp32, bf16"),
         ([[], [Piece("m/w", (4, 3), Region((0, 0), (4, 3)), torch.ones(3, 4))]], r"\[3, 4\] is no"),
-        ([[], [Piece("m/w", (4, 3), Region((1, 0), (4, 3)), torch.ones(4, 3))]], "is no Region"),
+        ([[], [Piece("m/w", (4, 3), Region((1, 0), (4, 3)), torch.ones(4, 3))]], "is not Region"),
     ],
 )
 def test_wrong_pieces_are_refused_on_every_rank(tmp_path, per_rank, message):

@@ -81,7 +81,7 @@ def test_each_batch_has_a_schedule_that_is_proved() -> None:
         ),
         (
             ["train.batch_ramp=[4, 4, 100]", "train.microbatch=1", "pipeline.schedule=auto"],
-            "pipeline.schedule=auto searches an order of one number of micro-batches: expected",
+            "pipeline.schedule=auto searches an order for one number of micro-batches: expected",
         ),
         (
             ["train.batch_ramp=[4, 4]"],

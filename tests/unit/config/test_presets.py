@@ -8,12 +8,12 @@ import pytest
 from megapipe.cli import parse
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
-from megapipe.plan.demand import memory_lines
-from megapipe.plan.pace import simulate_step
+from megapipe.plan.memory_fit import demand, fit_text
+from megapipe.plan.step_time import simulate_step
 from megapipe.plan.units import Units
 from megapipe.schedule.timing.simulate import simulate
 from tests.parity.families import count
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -47,7 +47,7 @@ PARAMETERS = {
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
 }
-"""As published, but for GPT-3 and MT-NLG: 12 L h^2 + 13 L h + (V + s + 2) h, the published sizes
+"""Published counts, but for GPT-3 and MT-NLG: 12 L h^2 + 13 L h + (V + s + 2) h, as theirs are
 rounded; and for gpt2_switch: GPT-2 with 63 more MLPs and a router in each of six layers."""
 ACTIVE = {
     "gpt2_switch": 124_439_808 + 6 * 64 * 768,
@@ -66,11 +66,12 @@ PATHS = [
     pytest.param(path, marks=pytest.mark.full if path.stem == "mt_nlg_530b" else (), id=path.stem)
     for path in FILES
 ]
-"""Of which one has a schedule of 35 ranks and 1,920 micro-batches, which takes seconds to plan."""
-BUBBLES = {"mt_nlg_530b": 0.07, "gpt2_124m_2bw": 0.16}
-"""Largest share of a step that is idle: 0.04, but for 105 layers over 35 stages and a head, and for
-12 layers over 4 stages, the last of which has a head with a fifth more FLOPs than 4 layers, in five
-steps that fill an empty pipeline."""
+"""Presets; one has a schedule of 35 ranks and 1,920 micro-batches, which takes seconds to plan."""
+BUBBLES = {"mt_nlg_530b": 0.07, "bloom_176b": 0.07, "gpt2_124m_2bw": 0.16}
+"""Largest share of a step that is idle: 0.04 but for three presets. The first has 105 layers over
+35 stages and a head. The second reduces and gathers over a slow network, which takes 5% of a step
+in which no rank computes. The third has 12 layers over 4 stages, in five steps that fill an empty
+pipeline; the head on its last stage has a fifth more FLOPs than 4 layers."""
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -95,18 +96,33 @@ def test_gpt3_sizes_by_formula(name: str) -> None:
     assert PARAMETERS[name] == 12 * layers * h * h + 13 * layers * h + (50257 + 2048 + 2) * h
 
 
-@in_parts("path", FILES, default=8, full=2, ids=lambda path: path.stem)
-def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
-    """Also with a single replica, which shares its states with no other."""
+def laid_out_for(path: Path) -> tuple[int | None, int]:
+    """Return the number of GPUs that a preset's comment names (None: it is for a CPU), and the GB
+    that each has."""
     comment = path.read_text().partition("\nrun:")[0].replace("\n# ", " ")
     said = re.search(r"laid out for ([\d,]+) GPUs of (\d+) GB", comment)
-    world, memory_gb = (int(number) for number in said.groups()) if said else (8, 1)
-    for processes in (None, world):
-        config, layout = resolve(parse([str(path)]).config, processes, None)
+    return (int(said[1].replace(",", "")), int(said[2])) if said else (None, 1)
+
+
+def test_the_gpus_that_are_planned_are_those_of_the_comment() -> None:
+    for path in FILES:
+        gpus, _ = laid_out_for(path)
+        assert parse([str(path)]).config.plan.gpus == gpus, path
+        assert (gpus is None) == path.stem.startswith("quickstart"), path
+
+
+@in_parts("path", FILES, default=8, full=2, ids=lambda path: path.stem)
+def test_it_fits_what_it_is_laid_out_for(path: Path) -> None:
+    """It fits with a single replica, too, which shares its states with no other."""
+    gpus, memory_gb = laid_out_for(path)
+    for fewest in (False, True):
+        keys = ["plan.gpus=unset"] if fewest else []
+        config, layout = resolve(parse([str(path), *keys]).config, None, None)
+        assert fewest or layout.world == (gpus or 8)
         speeds = Speeds.of(config)
         assert speeds.memory_gb == memory_gb
-        _, total, *_ = memory_lines(Units(config, layout), speeds)
-        assert f"; fits in {memory_gb} GB" in total
+        need = demand(Units(config, layout)).most.total
+        assert fit_text(need, speeds).startswith(f"fits in {memory_gb} GB")
         if not path.stem.startswith("quickstart"):
             assert speeds.tflops is not None
             by_flops = simulate(layout.run_schedule, layout.cost).bubble_makespan

@@ -26,21 +26,21 @@ from megapipe.config.unused_keys import check_effects
 from megapipe.errors import ConfigError
 from megapipe.train.resume.changes import compare
 
-LISTED_SECTIONS = {"data", "optimizer", "train", "numbers"}
+LISTED_SECTIONS = {"data", "optimizer", "train", "health"}
 """Sections whose keys are listed unless they say otherwise."""
 CLASSES = {
     "run.seed": OnResume.ORDER,
     "run.name": OnResume.HARMLESS,
     "model.layers": OnResume.MODEL,
-    "model.moe.z": OnResume.LISTED,
+    "model.moe.z_loss_coeff": OnResume.LISTED,
     "lora.rank": OnResume.MODEL,
-    "context.plan": OnResume.HARMLESS,
-    "experts.codec": OnResume.LISTED,
-    "pipeline.weights": OnResume.LISTED,
+    "context.algorithm": OnResume.HARMLESS,
+    "experts.wire_dtype": OnResume.LISTED,
+    "pipeline.weight_versions": OnResume.LISTED,
     "data.source": OnResume.CORPUS,
     "optimizer.rule": OnResume.NEVER,
     "optimizer.lr": OnResume.LISTED,
-    "train.loss": OnResume.REFUSED,
+    "train.loss_function": OnResume.REFUSED,
 }
 
 
@@ -92,7 +92,7 @@ def test_a_new_key_is_one_field() -> None:
     with pytest.raises(ConfigError) as refused:
         check_effects(WiderConfig(optimizer=Wider(pull=0.5)))
     assert str(refused.value) == (
-        "optimizer.pull=0.5 has no effect without optimizer.zero=3: expected 0.0, or that"
+        "optimizer.pull=0.5 has no effect without optimizer.zero=3: expected 0.0, or that setting"
     )
     now = WiderConfig(optimizer=Wider(pull=0.5, zero=3))
     check_effects(now)
@@ -162,7 +162,7 @@ def test_needs_in_words() -> None:
 
 def test_only_a_key_that_may_leave_a_choice_takes_auto_without_effect() -> None:
     """A text may happen to be this word."""
-    config = Config.model_validate({"experts": {"dispatch": "auto", "chunks": "auto"}})
+    config = Config.model_validate({"experts": {"dispatch": "auto", "overlap_chunks": "auto"}})
     check_effects(config)
     with pytest.raises(ConfigError, match=r"^log\.wandb_project=auto has no effect"):
         check_effects(Config.model_validate({"log": {"wandb_project": "auto"}}))

@@ -70,7 +70,7 @@ def test_values(text: str, value: object) -> None:
         ("{a: 1, a: 2}", "k.a is given twice", 1),
         ("{1: 2}", "the key 1 is not a name", 1),
         ("{[1]: 2}", "the key .* is not a name", 1),
-        ("[{a: 1}]", "a mapping is not allowed here", 1),
+        ("[{a: 1}]", "a mapping is not allowed in this place", 1),
         ("a\n---\nb", "single document", 2),
         ("[1", "not valid YAML", 1),
         ("a: b: c", "not valid YAML", 1),
@@ -137,5 +137,5 @@ def test_dump_reads_back(value: object) -> None:
 
 @pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\U00110000"])
 def test_an_escape_beyond_unicode(escape: str) -> None:
-    with pytest.raises(YamlError, match="an escape of a character that Unicode has not"):
+    with pytest.raises(YamlError, match="an escape of a character that is not in Unicode"):
         parse_mapping(f'x: "{escape}"')

@@ -13,7 +13,11 @@ from megapipe.errors import ConfigError
 @pytest.mark.parametrize(
     ("keys", "instead", "line"),
     [
-        (["subset"], ", or that", "x.subset=en has no effect without it: expected null, or that"),
+        (
+            ["subset"],
+            ", or that setting",
+            "x.subset=en has no effect without it: expected null, or that setting",
+        ),
         (
             ["text_field", "subset", "fim_tokens"],
             "",

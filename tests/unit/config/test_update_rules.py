@@ -1,4 +1,4 @@
-"""Declarations of update rules, and classes of the user's that are none."""
+"""Declarations of update rules, and user-defined classes that are none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.cli import parse
 from megapipe.config.update_rules import RULES, Declaration, declaration
 from megapipe.errors import ConfigError
 from megapipe.layout.resolve import resolve
-from tests.parity.own_rules import MODULE
+from tests.parity.user_rules import MODULE
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_class_of_the_user_s_declares_what_a_registered_rule_does() -> None:
     assert declaration("rules:Good") == Declaration(("a", "b"), elementwise=True)
     assert declaration("rules:Inherits") is RULES["adamw"]
     resolved("optimizer.rule=rules:Good", "optimizer.post_validation=true")
-    resolved("optimizer.rule=rules:Whole", "kernels.optimizer=apex")
+    resolved("optimizer.rule=rules:Whole", "kernels.only.optimizer=apex")
 
 
 @pytest.mark.usefixtures("_rules")
@@ -44,8 +44,8 @@ def test_a_class_of_the_user_s_declares_what_a_registered_rule_does() -> None:
     [
         ("rules:Silent", "it declares nothing; write declaration = Declaration"),
         ("rules:Nearly", "it has no method 'step'"),
-        ("rules:NoRule", "it is no class that is derived from megapipe.optim.rules.Rule"),
-        ("rules:function", "it is no class that is derived from megapipe.optim.rules.Rule"),
+        ("rules:NoRule", "it is not a class derived from megapipe.optim.rules.Rule"),
+        ("rules:function", "it is not a class derived from megapipe.optim.rules.Rule"),
         ("rules:Asks", "its parameter mesh needs a default; it can be given config, kernel"),
         ("rules:Missing", "module 'rules' has no class 'Missing'"),
         ("nowhere:Rule", "there is no module 'nowhere' in"),
@@ -79,10 +79,10 @@ def test_rules_that_are_not_elementwise_cannot_be_undone(rule: str) -> None:
 def test_a_kernel_by_name_is_for_rules_that_take_it(rule: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^configuration: kernels.optimizer=apex has no effect without optimizer.rule=adamw, "
-        r"adam or muon: expected auto, or that$",
+        match=r"^configuration: kernels.only.optimizer=apex has no effect without "
+        r"optimizer.rule=adamw, adam or muon: expected auto, or that setting$",
     ):
-        resolved(f"optimizer.rule={rule}", "kernels.optimizer=apex")
+        resolved(f"optimizer.rule={rule}", "kernels.only.optimizer=apex")
 
 
 @pytest.mark.parametrize("wrong", ["adamm", "AdamW", "my.rules", "a:b:c", "1:2"])

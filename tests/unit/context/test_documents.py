@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from megapipe.context.documents import Ids, within_documents
-from megapipe.context.entries import score_rects
+from megapipe.context.score_rects import score_rects
 from megapipe.context.split import Order, PositionSplit
 
 ROWS = 3
 
 
 def some_documents(generator: np.random.Generator, length: int) -> Ids:
-    """Numbers of documents that end anywhere, in each row elsewhere."""
+    """Draw the document number of each position; documents end anywhere, in each row elsewhere."""
     ends = generator.random((ROWS, length)) < 0.25
     return np.cumsum(ends, axis=1, dtype=np.int64)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megapipe.context.entries import ScoreRect
 from megapipe.context.packs import ALWAYS, PADDING, joined, most_together, together
+from megapipe.context.score_rects import ScoreRect
 
 
 def square(start: int, stop: int, row: int) -> ScoreRect:
@@ -34,7 +34,7 @@ def test_no_more_together_than_memory_allows() -> None:
 
 
 def test_rows_that_follow_each_other() -> None:
-    """Of queries and of keys, in one sample, are one part."""
+    """Rows of queries and of keys that follow each other in one sample are joined."""
     first, second, third = square(0, 3, 0), square(3, 4, 0), square(4, 9, 0)
     assert joined([first, second, third]) == (square(0, 9, 0),)
     assert joined([first, third]) == (first, third)

@@ -31,7 +31,7 @@ def test_each_block_is_computed_once(plan: Plan) -> None:
 
 @pytest.mark.parametrize("n", range(1, 17))
 def test_helpers(n: int) -> None:
-    """Row 6.05: each rank computes in n // 2 + 1 rounds what n rounds of a ring compute in one."""
+    """With helpers, n // 2 + 1 rounds compute what takes a ring n rounds."""
     plan = plans.helpers(n)
     assert plan.length == n // 2 + 1
     plan.prove(causal)
@@ -39,27 +39,27 @@ def test_helpers(n: int) -> None:
 
 
 def follow(plan: Plan) -> None:
-    """Play a plan's messages: what is computed is there, and all that was found comes home."""
+    """Play a plan's messages: what is computed is there, and all results are returned."""
     for backward in (False, True):
         exchanges = plan.backward if backward else plan.forward
         here = {(kind, p, p): 0 for kind in ("queries", "keys") for p in range(plan.ranks)}
         found: dict[tuple[str, int, int], set[Pair]] = {
-            (kind, p, home): set()
+            (kind, p, owner): set()
             for kind in ("queries", "keys")
             for p in range(plan.ranks)
-            for home in range(plan.ranks)
+            for owner in range(plan.ranks)
         }
         coming: list[tuple[Message, set[Pair]]] = []
         for number in range(max(plan.length, len(exchanges))):
             for message in exchanges[number] if number < len(exchanges) else ():
-                at = message.kind, message.source, message.home
+                at = message.kind, message.source, message.owner
                 if message.what == "bundle":
                     assert here[at] <= number, "it hands on what has not come"
-                    here[message.kind, message.target, message.home] = message.due
+                    here[message.kind, message.target, message.owner] = message.due
                     assert message.due > number
                 else:
                     for late, pairs in coming:  # what this rank waits for before it adds
-                        if (late.kind, late.target, late.home) == at:
+                        if (late.kind, late.target, late.owner) == at:
                             assert late.sent < number
                             found[at] |= pairs
                     coming.append((message, found[at]))
@@ -67,20 +67,20 @@ def follow(plan: Plan) -> None:
             if number < plan.length:
                 for rank, pair in enumerate(plan.rounds[number]):
                     if pair is not None:
-                        for kind, home in zip(("queries", "keys"), pair, strict=True):
-                            assert here[kind, rank, home] <= number
-                            found[kind, rank, home].add(pair)
-        home_at_last = [(m.kind, m.home, pairs) for m, pairs in coming if m.target == m.home]
+                        for kind, owner in zip(("queries", "keys"), pair, strict=True):
+                            assert here[kind, rank, owner] <= number
+                            found[kind, rank, owner].add(pair)
+        returned_at_last = [(m.kind, m.owner, pairs) for m, pairs in coming if m.target == m.owner]
         computed = [pair for pairs in plan.rounds for pair in pairs if pair is not None]
         for kind in ("queries", "keys") if backward else ("queries",):
-            for home in range(plan.ranks):
-                total = set(found[kind, home, home])
-                for its_kind, its_home, pairs in home_at_last:
-                    if (its_kind, its_home) == (kind, home):
-                        assert not total & pairs, "something comes home twice"
+            for owner in range(plan.ranks):
+                total = set(found[kind, owner, owner])
+                for its_kind, its_owner, pairs in returned_at_last:
+                    if (its_kind, its_owner) == (kind, owner):
+                        assert not total & pairs, "a message returns to the owner twice"
                         total |= pairs
                 index = 0 if kind == "queries" else 1
-                assert total == {pair for pair in computed if pair[index] == home}
+                assert total == {pair for pair in computed if pair[index] == owner}
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def follow(plan: Plan) -> None:
     ids=lambda plan: f"{plan.name} {plan.ranks}",
 )
 def test_bundles_that_a_rank_has(plan: Plan) -> None:
-    """From when a bundle is expected until it is used or sent on for the last time; the rank's own
-    all the time."""
+    """A bundle is there from when it is expected until it is used or sent on for the last time; the
+    rank's own bundle is always there."""
     most = {"queries": 0, "keys": 0}
     for rank, part in enumerate(plan.forward_parts):
         begins = {
-            (message.kind, message.home): number
+            (message.kind, message.owner): number
             for number, messages in enumerate(part.messages)
             for message in messages
             if (message.what, message.target) == ("bundle", rank)
@@ -111,7 +111,7 @@ def test_bundles_that_a_rank_has(plan: Plan) -> None:
 
 
 def sends(plan: Plan, what: str, kind: str, *, backward: bool = False) -> list[int]:
-    """How many messages of a kind each rank sends."""
+    """Count the messages of a kind that each rank sends."""
     exchanges = plan.backward if backward else plan.forward
     counts = [0] * plan.ranks
     for message in (each for exchange in exchanges for each in exchange):
@@ -122,7 +122,7 @@ def sends(plan: Plan, what: str, kind: str, *, backward: bool = False) -> list[i
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_messages_of_a_ring(n: int) -> None:
-    """Row 6.03: n - 1 hops of keys, and of their gradients, the home's own part never travels."""
+    """Keys, and their gradients, take n - 1 hops; a rank never sends its local part to itself."""
     plan = plans.ring(n)
     assert sends(plan, "bundle", "keys") == [n - 1] * n
     assert sends(plan, "gradient", "keys", backward=True) == [n - 1] * n
@@ -135,7 +135,7 @@ def test_messages_of_a_ring(n: int) -> None:
 
 @pytest.mark.parametrize(("n", "inner"), [(4, 2), (8, 2), (9, 3), (6, 3), (8, 4)])
 def test_hops_of_a_double_ring(n: int, inner: int) -> None:
-    """Row 6.09: outer x (inner - 1) hops within a ring, outer - 1 between them."""
+    """There are outer x (inner - 1) hops within a ring, and outer - 1 between rings."""
     outer = n // inner
     within, between = [0] * n, [0] * n
     for message in (each for exchange in plans.double_ring(n, inner).forward for each in exchange):
@@ -148,8 +148,7 @@ def test_hops_of_a_double_ring(n: int, inner: int) -> None:
 
 
 def test_messages_of_teams() -> None:
-    """Row 6.11: 4 ranks in teams of 2: a query bundle, a result and a key bundle in the place of
-    three key bundles."""
+    """In teams of 2, 4 ranks send a query bundle, a result and a key bundle, not 3 key bundles."""
     plan = plans.teams(4, 2)
     assert sends(plan, "bundle", "queries") == [1] * 4
     assert sends(plan, "partial", "queries") == [1] * 4
@@ -166,8 +165,8 @@ def changed(plan: Plan, round_: int, rank: int, pair: Pair | None) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (changed(plans.ring(4), 2, 3, None), "queries of 3 and keys of 1 are computed 0 times"),
-        (changed(plans.ring(4), 2, 1, (1, 0)), "queries of 1 and keys of 0 are computed 2 times"),
+        (changed(plans.ring(4), 2, 3, None), "queries of 3 and keys of 1 meet 0 times"),
+        (changed(plans.ring(4), 2, 1, (1, 0)), "queries of 1 and keys of 0 meet 2 times"),
         (changed(plans.ring(4), 2, 1, (1, 4)), "expected pairs of ranks 0 to 3"),
         (Plan("own", (((0, 0), (1, 1)), ((1, 0),))), "expected pairs of ranks 0 to 1"),
         (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megapipe.context import plans
-from megapipe.context.entries import score_rects
 from megapipe.context.plan import Message, Plan
+from megapipe.context.score_rects import score_rects
 from megapipe.context.simulate import MessageLink, PlanTiming, simulate
 from megapipe.context.split import Order, PositionSplit
 
 
 def timed(plan: Plan, work: float, message: float) -> PlanTiming:
-    """All pairs take as long, and all messages."""
+    """Simulate a plan in which all pairs take equally long, and all messages."""
     return simulate(plan, plan.forward, lambda i, j: work, lambda _: MessageLink("", message))
 
 
@@ -25,7 +25,7 @@ def test_a_ring(n: int) -> None:
 
 
 def test_gradients_follow_a_ring() -> None:
-    """The last of them comes home after its last rank is through: one hop more."""
+    """The last gradients return after their last rank is through: one hop more."""
     plan = plans.ring(4)
 
     def link(message: Message) -> MessageLink:
@@ -37,7 +37,7 @@ def test_gradients_follow_a_ring() -> None:
 @pytest.mark.parametrize(("n", "inner"), [(4, 2), (8, 2), (8, 4), (9, 3)])
 @pytest.mark.parametrize("slow", [1.5, 3.0, 20.0])
 def test_a_double_ring_over_nodes(n: int, inner: int, slow: float) -> None:
-    """Row 6.09: with fast links within a node it waits less than a flat ring does."""
+    """With fast links within a node, a double ring waits less than a flat ring does."""
 
     def link(message: Message) -> MessageLink:
         within = message.source // inner == message.target // inner
@@ -51,7 +51,7 @@ def test_a_double_ring_over_nodes(n: int, inner: int, slow: float) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_stripes_against_pieces(n: int) -> None:
-    """Row 6.04: without transfers pieces take (2n - 1) / n of the time of stripes."""
+    """Without transfers, contiguous blocks take (2n - 1) / n of the time of stripes."""
     length = 256 * n
 
     def seconds(order: Order) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megapipe.context.entries import score_rects
 from megapipe.context.positions import Positions, StridedRange
+from megapipe.context.score_rects import score_rects
 from megapipe.context.split import Order, PositionSplit
 
 ORDERS: list[Order] = ["zigzag", "striped", "contiguous"]
@@ -36,7 +36,7 @@ def test_each_position_is_held_once(split: PositionSplit) -> None:
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_parts_of_those_who_split_heads_are_the_block_when_joined(split: PositionSplit) -> None:
     length = some_length(split)
-    places = [split.place(index) for index in range(split.cp)]
+    places = [split.coordinates(index) for index in range(split.cp)]
     assert sorted(places) == list(itertools.product(range(split.ring), range(split.ulysses)))
     for ring in range(split.ring):
         indices = [split.index(ring, j) for j in range(split.ulysses)]
@@ -73,7 +73,7 @@ def test_rows_of_positions() -> None:
 
 
 def scores_of(queries: Positions, keys: Positions) -> list[tuple[int, int]]:
-    """The pairs of positions that the entries hold."""
+    """Return the pairs of positions that the entries hold."""
     at, of = list(queries), list(keys)
     found = []
     for entry in score_rects(queries, keys):
@@ -99,7 +99,7 @@ def scores_of(queries: Positions, keys: Positions) -> list[tuple[int, int]]:
 )
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 5])
 def test_entries_are_what_is_causal(ring: int, order: Order, lengths: tuple[int, ...]) -> None:
-    """Over all blocks each score of a query with itself and what comes before it, once."""
+    """All blocks together have each score of a query with itself and what comes before it, once."""
     split = PositionSplit(ring, 1, order)
     lengths = tuple(2 * split.multiple * n for n in lengths)
     held, length, start = split.local(lengths, 0), sum(lengths), 0
@@ -113,7 +113,7 @@ def test_entries_are_what_is_causal(ring: int, order: Order, lengths: tuple[int,
 
 
 def work(order: Order, ring: int, length: int) -> list[list[int]]:
-    """Scores of each round and rank of a ring."""
+    """Count the scores of each round and rank of a ring."""
     blocks = PositionSplit(ring, 1, order).local([length], 0).blocks
     return [
         [
@@ -126,8 +126,8 @@ def work(order: Order, ring: int, length: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("ring", [2, 3, 4, 8])
 def test_how_even_the_work_is(ring: int) -> None:
-    """Rows 6.04 and 6.03: contiguous blocks take the slowest rank (2n - 1) / n of the mean, those
-    of zigzag are all alike, stripes differ by one diagonal."""
+    """With contiguous blocks the slowest rank takes (2n - 1) / n of the mean. With zigzag all ranks
+    take the same time, and with stripes they differ by one diagonal."""
     length = 64 * ring
 
     def slowest(order: Order) -> float:

@@ -14,10 +14,11 @@ import torch
 import transformers
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeConfig
 from megapipe.convert import HuggingFaceFolder, check_export, class_check, export
 from megapipe.convert.class_check import at_toy_width, check_class, narrowed
 from megapipe.errors import ConfigError
-from megapipe.layout.family import make_model_spec
+from megapipe.layout.model_spec import make_model_spec
 from megapipe.model.gpt.hf.config import config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE
 from megapipe.model.gpt.hf.table import TABLE, HFClass
@@ -25,15 +26,16 @@ from megapipe.model.interface import RunShape
 from tests.parity.converted import write_checkpoint
 from tests.parity.pairs import Choice, Pairs
 from tests.parity.reference import init_random
-from tests.unit.model.transformers_models import FAMILIES, model_of
+from tests.unit.model.transformers_models import LINEAR, LLAMA3, YARN, YARN_FACTOR, model_of
 
-ROPE_SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "another base": {"rotary_base": 300.0},
-    **{of: FAMILIES[of][1] for of in ("llama_linear", "llama3.1", "llama_yarn")},
-    "llama_yarn_factor": FAMILIES["llama_yarn_factor"][1],
+ROPE_SETTINGS: dict[str, RopeConfig] = {
+    "plain": RopeConfig(),
+    "another base": RopeConfig(base=300.0),
+    "llama_linear": RopeConfig(**LINEAR),
+    "llama3.1": RopeConfig(**LLAMA3),
+    "llama_yarn": RopeConfig(**YARN),
+    "llama_yarn_factor": RopeConfig(**YARN_FACTOR),
 }
-NO_ROPE = {name: ModelConfig.model_fields[name].get_default() for name in ROPE.fields}
 VALUES: dict[str, tuple[Any, ...]] = {
     "layers": (3, 5),
     "hidden": (16, 64),
@@ -46,11 +48,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "norm_eps": (1e-5, 1e-2),
     "parallel_residual": (False, True),
     "logit_softcap": (None, 3.0),
-    "rotary_local_base": (None, 50.0),
-    "rotary_share": (1.0, 0.5, 0.25),
     "attention_scale": (None, 12**-0.5),
     "attention_softcap": (None, 2.0),
-    "window": (None, 5, 12),
+    "sliding_window": (None, 5, 12),
     "full_attention_every": (None, 2, 3),
     "activation": ("gelu", "gelu_tanh", "swiglu", "geglu_tanh"),
     "bias": (False, True),
@@ -59,21 +59,26 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "init_std": (0.02, 0.1),
     "rope": tuple(ROPE_SETTINGS),
 }
-"""Of each field that a part of a row has; of `rope` several at a time."""
+"""Values of each field that a part of a row has; one of `rope` sets several fields at a time."""
+ROPE_VALUES: dict[str, tuple[Any, ...]] = {
+    "local_base": (None, 50.0),
+    "percent": (1.0, 0.5, 0.25),
+}
+"""Values of the fields of `rope` that only some classes have."""
 MOE_VALUES: dict[str, tuple[Any, ...]] = {
-    "experts": (8, 4),
+    "num_experts": (8, 4),
     "top_k": (2, 3, 1),
-    "ffn": (40, 12, 64),
-    "normalise": (True, False),
-    "scale": (1.0, 2.5),
-    "groups": (1, 4),
-    "group_top_k": (1, 2),
-    "dense_first": (0, 1),
-    "every": (1, 2),
+    "expert_ffn_hidden": (40, 12, 64),
+    "norm_topk_prob": (True, False),
+    "routed_scaling_factor": (1.0, 2.5),
+    "num_groups": (1, 4),
+    "topk_groups": (1, 2),
+    "first_dense_layers": (0, 1),
+    "layer_freq": (1, 2),
     "dense_layers": ((), (2,)),
-    "shared": (None, 24, 40, 64, 80, 128),
-    "bias_rate": (None, 0.0),
-    "scores": ("softmax", "sigmoid"),
+    "shared_ffn_hidden": (None, 24, 40, 64, 80, 128),
+    "bias_update_rate": (None, 0.0),
+    "score_function": ("softmax", "sigmoid"),
 }
 PLAIN = {
     **{of: model_of(of) for of in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2")},
@@ -90,12 +95,12 @@ OF_HIDDEN: dict[str, tuple[str, Callable[[int], float]]] = {
 
 
 def dimensions(row: HFClass) -> dict[str, tuple[Any, ...]]:
-    """Values of the fields that a row's class has keys for, those of its model first."""
+    """Return values of the fields that a row's class has keys for, those of its model first."""
     claimed = dict.fromkeys(name for part in row.parts for name in part.fields)
-    if "rotary_base" in claimed:
-        claimed = dict.fromkeys(("rope", *(n for n in claimed if n not in ROPE.fields)))
     of_hidden, _ = OF_HIDDEN.get(row.model_type, ("", None))
     found = {name: VALUES[name] for name in claimed if name not in ("moe", of_hidden)}
+    if "rope" in claimed:
+        found |= {f"rope.{name}": values for name, values in ROPE_VALUES.items()}
     if "moe" in claimed:
         found |= {f"moe.{name}": values for name, values in MOE_VALUES.items()}
     plain = plain_choice(row, found)
@@ -113,17 +118,25 @@ def dimensions(row: HFClass) -> dict[str, tuple[Any, ...]]:
 def plain_choice(row: HFClass, names: Iterable[str]) -> Choice:
     model = PLAIN[row.model_type]
     fields = model.model_dump() | {f"moe.{n}": v for n, v in model.moe.model_dump().items()}
+    fields |= {f"rope.{n}": v for n, v in model.rope.model_dump().items()}
     fields |= {"rope": "plain", "moe.dense_layers": tuple(model.moe.dense_layers)}
     return {name: fields[name] for name in names}
 
 
+def within(section: str, choice: Choice) -> dict[str, Any]:
+    """Return the values of a choice for a section of the model, by the section's fields."""
+    before = f"{section}."
+    return {k.removeprefix(before): v for k, v in choice.items() if k.startswith(before)}
+
+
 def changed(row: HFClass, choice: Choice) -> ModelConfig:
-    """The row's plain model with the values of a choice."""
+    """Return the row's plain model with the values of a choice."""
     plain = PLAIN[row.model_type]
     fields = {name: value for name, value in choice.items() if "." not in name}
     if "rope" in fields:
-        fields |= {**NO_ROPE, **ROPE_SETTINGS[fields.pop("rope")]}
-    moe = {name.removeprefix("moe."): value for name, value in choice.items() if "." in name}
+        rope = ROPE_SETTINGS[fields["rope"]]
+        fields["rope"] = rope.model_copy(update=within("rope", choice))
+    moe = within("moe", choice)
     if moe:
         moe["dense_layers"] = list(moe["dense_layers"])
         fields["moe"] = plain.moe.model_copy(update=moe)
@@ -134,7 +147,7 @@ def changed(row: HFClass, choice: Choice) -> ModelConfig:
 
 
 def model_with(row: HFClass, choice: Choice) -> ModelConfig:
-    """The same. Raises ConfigError where the package, or the row, does not take it."""
+    """Return the row's model with a choice. Raises ConfigError where package or row refuse it."""
     model = changed(row, choice)
     row_of(model, row.model_type)
     assert model.vocab_size is not None
@@ -175,7 +188,7 @@ def test_a_folder_of_the_usual_size_is_compared(model_type: str) -> None:
     toy = config_from_hf(at_toy_width(config, config_from_hf(config)))
     assert toy.layers == config_from_hf(config).layers
     assert toy.hidden <= 128
-    assert (toy.window or 0) < 10
+    assert (toy.sliding_window or 0) < 10
 
 
 def test_a_little_more_in_the_norms_is_another_model() -> None:
@@ -187,14 +200,14 @@ def test_a_little_more_in_the_norms_is_another_model() -> None:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, HFClass]:
-    """The table, as a test changes it."""
+    """Return the table; what a test changes in it is undone."""
     for name, row in TABLE.items():
         monkeypatch.setitem(TABLE, name, row)
     return TABLE
 
 
 def use_the_share(table: dict[str, HFClass], model_type: str) -> None:
-    """As if the class rotated a share of a head's values."""
+    """Change the table as if the class rotated a share of a head's values."""
     row = table[model_type]
     partial = PARTIAL_ROPE._replace(write_old=lambda model: {})
     parts = tuple(partial if part is ROPE else part for part in row.parts)
@@ -206,8 +219,8 @@ def test_a_config_that_describes_another_model_is_refused(table: dict[str, HFCla
     old = PARTIAL_ROPE._replace(write_old=lambda model: {"rope_scaling": {"rope_type": "default"}})
     parts = tuple(old if part is PARTIAL_ROPE else part for part in row.parts)
     table["gpt_neox"] = replace(row, parts=parts)
-    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM describes .* model.rotary_share$"):
-        check_export(PLAIN["gpt_neox"].model_copy(update={"rotary_share": 0.5}))
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM describes .* model.rope.percent$"):
+        check_export(PLAIN["gpt_neox"].model_copy(update={"rope": RopeConfig(percent=0.5)}))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral"])
@@ -215,7 +228,8 @@ def test_a_key_that_the_class_keeps_and_ignores_is_named(
     model_type: str, table: dict[str, HFClass], tmp_path: Path
 ) -> None:
     use_the_share(table, model_type)
-    model = PLAIN[model_type].model_copy(update={"head_dim": 8, "rotary_share": 0.5, "hidden": 32})
+    rope = RopeConfig(base=500.0, percent=0.5)
+    model = PLAIN[model_type].model_copy(update={"head_dim": 8, "rope": rope, "hidden": 32})
     model = model.model_copy(update={"embedding_scale": model.embedding_scale and 32**0.5})
     told = r"rope_parameters.partial_rotary_factor = 0.5: transformers' \w+ computes another model"
     with pytest.raises(ConfigError, match=told):
@@ -255,7 +269,7 @@ def test_a_key_that_means_nothing_to_megapipe_is_named_before_others() -> None:
 
 
 def test_a_key_is_named_with_its_own_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with that at toy width, which is 7."""
+    """The line does not name the value at toy width, which is 7."""
     monkeypatch.setattr(
         class_check, "difference", lambda config, _: "far" if config.sliding_window == 7 else None
     )
@@ -267,15 +281,17 @@ def test_a_key_is_named_with_its_own_value(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_class_that_fails_is_told_with_its_error(table: dict[str, HFClass]) -> None:
     use_the_share(table, "llama")
-    changes = {"head_dim": 8, "rotary_share": 0.5, "hidden": 32, **ROPE_SETTINGS["llama_linear"]}
+    rope = RopeConfig(base=500.0, percent=0.5, **LINEAR)
+    changes = {"head_dim": 8, "rope": rope, "hidden": 32}
     with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5: .*must match the size"):
         check_export(PLAIN["llama"].model_copy(update=changes))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "mixtral"])
 def test_a_share_of_rotated_values_is_of_classes_that_use_it(model_type: str) -> None:
-    model = PLAIN[model_type].model_copy(update={"rotary_share": 0.5})
-    with pytest.raises(ConfigError, match=f"rotary_share = 0.5 cannot be .* {model_type} class"):
+    rope = RopeConfig(base=500.0, percent=0.5)
+    model = PLAIN[model_type].model_copy(update={"rope": rope})
+    with pytest.raises(ConfigError, match=f"rope.percent = 0.5 cannot be .* {model_type} class"):
         config_to_hf(model, model_type)
     config = config_to_hf(PLAIN[model_type], model_type)
     config.rope_parameters["partial_rotary_factor"] = 0.5
@@ -295,8 +311,10 @@ def test_caps_that_gemma3_ignores_are_refused() -> None:
 
 def test_groups_of_one_expert_are_of_no_class() -> None:
     plain = PLAIN["dots1"]
-    moe = plain.moe.model_copy(update={"experts": 4, "top_k": 2, "groups": 4, "group_top_k": 2})
-    with pytest.raises(ConfigError, match=r"moe.experts = 4 .* twice as many as model.moe.gro"):
+    moe = plain.moe.model_copy(
+        update={"num_experts": 4, "top_k": 2, "num_groups": 4, "topk_groups": 2}
+    )
+    with pytest.raises(ConfigError, match=r"num_experts = 4 .* twice as many as model.moe.num_gro"):
         config_to_hf(plain.model_copy(update={"moe": moe}))
 
 

@@ -37,7 +37,7 @@ def in_config(**changes: Any) -> Callable[[Path], None]:
 
 
 def in_weights(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """One file with other tensors."""
+    """Prepare a folder with one file of changed tensors."""
 
     def prepare(folder: Path) -> None:
         state = state_of(folder / "hf")
@@ -107,7 +107,7 @@ def other_run(**changes: Any) -> Callable[[Path], None]:
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong, with which command it is found, and what is said."""
+    """A mistake: what is wrong, with which command it is found, and what is said."""
 
     name: str
     code: int
@@ -124,7 +124,7 @@ BAD = [
     Bad("a file", 5, ("hf/config.json: no such folder",), "inspect hf/config.json"),
     Bad("neither", 5, ("neither a checkpoint nor a run folder",), "inspect ."),
     Bad("no config", 5, ("cannot read run/config.json",), "hf-to-megapipe run new"),
-    Bad("json", 5, ("config.json: no JSON",), READ, lambda f: truncate(f / "hf/config.json")),
+    Bad("json", 5, ("config.json is not JSON",), READ, lambda f: truncate(f / "hf/config.json")),
     Bad("family", 2, ("model_type 'opt' is not", "gpt2, llama"), READ, in_config(model_type="opt")),
     Bad("family, inspected", 2, ("'opt' is not",), "inspect hf", in_config(model_type="opt")),
     Bad("no family", 2, ("model_type None",), READ, in_config(model_type=None)),
@@ -138,9 +138,9 @@ BAD = [
                                    "partial_rotary_factor": 0.5})),
     Bad("quantized", 2, ("quantization_config (gptq)", "not read"), READ,
         in_config(quantization_config={"quant_method": "gptq", "bits": 4})),
-    Bad("quantized by nothing", 2, ("quantization_config ({}): q", "without this key"), READ,
+    Bad("quantized by nothing", 2, ("quantization_config ({}): m", "without this key"), READ,
         in_config(quantization_config={})),
-    Bad("quantized somehow", 2, ('quantization_config ({"bits": 4}): quantized weights',), READ,
+    Bad("quantized somehow", 2, ('quantization_config ({"bits": 4}): megapipe does not',), READ,
         in_config(quantization_config={"bits": 4})),
     Bad("dropout", 2, ("attention_dropout = 0.1", "must be 0"), READ,
         in_config(attention_dropout=0.1)),
@@ -149,11 +149,11 @@ BAD = [
     Bad("layers", 2, ("model.layers = 100000",), READ, in_config(num_hidden_layers=100000)),
     Bad("shard", 5, ("hf: the shard model-00002-of-00002", "is missing"), READ,
         lambda f: shard(f).unlink()),
-    Bad("truncated", 5, ("model-00002-of-00002", "not a whole"), READ,
+    Bad("truncated", 5, ("model-00002-of-00002", "is not a complete"), READ,
         lambda f: truncate(shard(f))),
     Bad("pickled", 5, ("neither model.safetensors nor", "pytorch_model.bin is pickled"), READ,
         pickled),
-    Bad("escaping", 5, ("'../other.safetensors'", "no name of a file"), READ, escaping),
+    Bad("escaping", 5, ("'../other.safetensors'", "is not a file name"), READ, escaping),
     Bad("index", 5, ("lm_head.weigh", "not in"), READ, renamed),
     Bad("missing tensor", 5, ("model.norm.weight is missing", "[24]"), READ,
         in_weights(lambda state: state.pop("model.norm.weight"))),
@@ -178,7 +178,7 @@ BAD = [
     Bad("dtype", 2, ("'int8'", "bf16"), f"{WRITE} --dtype int8"),
     Bad("class", 2, ("'opt'", "llama"), f"{WRITE} --model-type opt"),
     Bad("other class", 2, ("model.norm = rmsnorm", "gpt2"), f"{WRITE} --model-type gpt2"),
-    Bad("no checkpoint", 5, ("hf: neither a checkpoint",), "megapipe-to-hf hf new"),
+    Bad("no checkpoint", 5, ("hf is neither a checkpoint",), "megapipe-to-hf hf new"),
     Bad("damaged", 5, ("damaged", "checksum"), WRITE, damage),
     Bad("no class", 2, ("model.dropout = 0.3 cannot be expressed", "needs 0.0"),
         "megapipe-to-hf other new", other_run(dropout=0.3)),
@@ -225,7 +225,7 @@ def test_both_ways_by_commands(given: Path, capsys: pytest.CaptureFixture[str]) 
 def test_of_two_kinds_of_files_those_are_read_that_transformers_reads(
     given: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a line says so."""
+    """A line says so."""
     hf = AutoModelForCausalLM.from_pretrained(given / "hf")
     index = (given / "hf/model.safetensors.index.json").read_text()
     for path in (given / "hf").glob("model*"):
@@ -236,7 +236,7 @@ def test_of_two_kinds_of_files_those_are_read_that_transformers_reads(
     assert main(["inspect", "hf"]) == 0
     assert "is read" not in capsys.readouterr().out
     (given / "hf/model.safetensors.index.json").write_text(index)
-    told = "hf/model.safetensors is read, as by transformers, not model.safetensors.index.json"
+    told = "hf/model.safetensors is read, as transformers does, and model.safetensors.index.json"
     assert main(["inspect", "hf"]) == 0
     assert told in capsys.readouterr().out
     assert main(["hf-to-megapipe", "hf", "new", "--tokenizer", "byte"]) == 0
@@ -261,7 +261,7 @@ def test_what_inspect_shows(given: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert "checkpoint of step 3 by" in text
     assert "of weights in fp32; no optimizer state; " in text
-    assert "classes of Hugging Face's that express it: llama" in text
+    assert "Hugging Face classes that express it: llama" in text
     for name in ("hf", "run"):
         assert main(["inspect", name, "--config"]) == 0
         path = given / "model.yaml"
@@ -269,7 +269,7 @@ def test_what_inspect_shows(given: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert parse([str(path)]).config.model == MODEL
     other_run(dropout=0.3)(given)
     assert main(["inspect", "other"]) == 0
-    assert "no class of Hugging Face's expresses it: model.dropout = 0.3" in capsys.readouterr().out
+    assert "no Hugging Face class expresses it: model.dropout = 0.3" in capsys.readouterr().out
     in_config(model_type="opt")(given)
     assert main(["inspect", "hf"]) == 2
     assert "21 tensors of 21,672 values" in capsys.readouterr().out
@@ -279,15 +279,17 @@ def test_what_inspect_shows(given: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_balance_of_experts_that_is_no_default_is_told(
     balance: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the lines, and above the configuration that has it."""
+    """A line tells it, also above the configuration that has it."""
     model = model_of("mixtral")
-    model = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
+    model = model.model_copy(
+        update={"moe": model.moe.model_copy(update={"aux_loss_coeff": balance})}
+    )
     checkpoint = write_checkpoint(tmp_path / "run", model, init_random(model, seed=5))
     export(checkpoint, tmp_path / "hf", tokenizer="none")
     folder = str(tmp_path / "hf")
     line = (
-        "by its config.json the model is trained with model.moe.balance=0.05: a run without this "
-        "key takes 0.01\n"
+        "the config.json says that the model is trained with model.moe.aux_loss_coeff=0.05: a "
+        "run that does not set it uses 0.01\n"
     )
     for argv, told in (([folder], line), ([folder, "--config"], f"# {line}")):
         capsys.readouterr()
@@ -310,7 +312,9 @@ def test_a_name_on_the_hub(
         return str(given / ("run" if local_files_only else "hf"))
 
     def unreachable(what: str, name: str, kind: str) -> None:
-        raise DataError(f"{what} {name!r}: not to be had from the Hugging Face hub (offline)")
+        raise DataError(
+            f"{what} {name!r}: it cannot be downloaded from the Hugging Face hub (offline)"
+        )
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(hub, "check_reachable", lambda *names: None)
@@ -320,7 +324,7 @@ def test_a_name_on_the_hub(
     capsys.readouterr()
     monkeypatch.setattr(hub, "check_reachable", unreachable)
     assert main(["inspect", "owner/name"]) == 5
-    assert "not to be had from the Hugging Face hub" in capsys.readouterr().err
+    assert "it cannot be downloaded from the Hugging Face hub" in capsys.readouterr().err
 
 
 def test_a_folder_is_there_whole_or_not_at_all(

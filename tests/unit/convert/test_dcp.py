@@ -56,7 +56,7 @@ FULL = [pytest.param(case, marks=pytest.mark.full) for case in ("gemma2", "pythi
 def test_both_ways(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the names of a class, whose model torch loads, and by ours."""
+    """The names are those of a class, whose model torch loads, or ours."""
     monkeypatch.chdir(tmp_path)
     model, params = write_run(tmp_path, case)
     for names in ("hf", "megapipe"):
@@ -88,7 +88,7 @@ def test_both_ways(
 def test_experts_and_their_biases_by_our_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model that no class expresses, these are the names by default."""
+    """A model that no class expresses has our names by default."""
     monkeypatch.chdir(tmp_path)
     case = Case(moe="groups", layers=2, dtype="fp32", tied=False, vocab=259)
     model = configure(case)[0].model
@@ -97,7 +97,7 @@ def test_experts_and_their_biases_by_our_names(
     assert main(["megapipe-to-dcp", "run", "refused", "--names", "hf"]) == 2
     assert "cannot be expressed by Hugging Face's" in capsys.readouterr().err
     assert main(["megapipe-to-dcp", "run", "dcp"]) == 0
-    assert "no class of Hugging Face's expresses the model" in capsys.readouterr().err
+    assert "no Hugging Face class can express the model" in capsys.readouterr().err
     assert main(["dcp-to-megapipe", "dcp", "again", "--tokenizer", "byte"]) == 0
     assert_run_has(tmp_path / "again", model, params)
     index = DcpFiles.open(Path("dcp"))
@@ -108,8 +108,8 @@ def test_experts_and_their_biases_by_our_names(
 
 
 def in_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of queries or keys, of which value i and i + head_dim / 2 are turned together, so that
-    2 i and 2 i + 1 are."""
+    """Reorder rows of queries or keys whose values i and i + head_dim / 2 are rotated together, so
+    that values 2 i and 2 i + 1 are."""
     rows = torch.arange(len(weight)).view(-1, head_dim)
     half = head_dim // 2
     order = torch.cat([torch.stack([head[:half], head[half:]], dim=1).flatten() for head in rows])
@@ -117,7 +117,7 @@ def in_pairs(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def test_torchtitans_llama(tmp_path: Path) -> None:
-    """Beside states of an optimizer, and below a prefix; the attention is the same."""
+    """It has optimizer states beside it, or a prefix in names; the attention is the same."""
     model, params = write_run(tmp_path, "llama_gqa")
     width = model.head_dim or 0
     state = to_hf(params, model)
@@ -151,14 +151,14 @@ def test_torchtitans_llama(tmp_path: Path) -> None:
 
 
 def turn_halves(x: Tensor, angles: Tensor) -> Tensor:
-    """Hugging Face's way: [s, head_dim] turned by [s, head_dim / 2]."""
+    """Rotate [s, head_dim] by [s, head_dim / 2] as Hugging Face does."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
-    """Meta's way, with complex numbers."""
+    """Rotate as Meta does, with complex numbers."""
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
@@ -193,7 +193,7 @@ BAD: list[tuple[str, int, tuple[str, ...], str, Callable[[Path], object]]] = [
     ("output", 5, ("there exists already",), "megapipe-to-dcp run there", lambda f: None),
     ("class", 2, ("model.norm = layernorm", "llama"), "megapipe-to-dcp run new --model-type llama",
      lambda f: None),
-    ("no checkpoint", 5, ("there: neither a checkpoint",), "megapipe-to-dcp there new",
+    ("no checkpoint", 5, ("there is neither a checkpoint",), "megapipe-to-dcp there new",
      lambda f: None),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Folders of Megatron-LM's as checkpoints, bit by bit, and what is refused of them."""
+"""Megatron-LM folders as checkpoints, bit by bit, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse, stored_model
 from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeConfig
 from megapipe.convert.commands import main
 from megapipe.convert.megatron.arguments import model_of_args
 from megapipe.convert.megatron.folder import MegatronFolder
@@ -138,7 +139,7 @@ def test_which_iteration(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Its unpickling makes a file."""
+    """An object whose unpickling makes a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -171,8 +172,8 @@ def test_no_file_runs_code_without_trust(
     for argv in (read, ["inspect", there]):
         assert main(argv) == 5
         (line,) = capsys.readouterr().err.splitlines()
-        words = "would run posix.mkdir; --trust-pickle allows that"
-        assert ("cannot be read without --trust-pickle" if where == "oldest" else words) in line
+        words = "would run posix.mkdir: pass --trust-pickle if you trust"
+        assert ("needs --trust-pickle" if where == "oldest" else words) in line
         assert not marker.exists()
     assert main([*read, "--trust-pickle"]) == 0
     assert marker.is_dir()
@@ -188,7 +189,7 @@ def truncate(path: Path) -> None:
 
 
 def in_file(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Another content of rank (0, 0)'s file."""
+    """Change the content of rank (0, 0)'s file."""
 
     def prepare(folder: Path) -> None:
         content = torch.load(rank_file(folder), weights_only=False)
@@ -211,7 +212,7 @@ def removed(*path: str) -> Callable[[Path], None]:
 
 
 def unlike(folder: Path) -> None:
-    """A norm that differs between tensor-parallel ranks."""
+    """Make a norm differ between tensor-parallel ranks."""
     in_state(lambda state: state["decoder.layers.0.input_layernorm.weight"].add_(1))(folder)
 
 
@@ -222,7 +223,7 @@ def other_format(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with files of tp 2 x pp 2, and what is said."""
+    """A mistake: what is wrong with files of tp 2 x pp 2, and what is said."""
 
     name: str
     code: int
@@ -234,32 +235,32 @@ class Bad:
 NORM = "decoder.layers.0.input_layernorm.weight"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 BAD = [
-    Bad("empty", 5, ("no checkpoint of Megatron-LM", "iter_"), lambda f: [
+    Bad("empty", 5, ("is not a Megatron-LM checkpoint", "iter_"), lambda f: [
         (f / "latest_checkpointed_iteration.txt").unlink(),
         (f / "iter_0000100").rename(f / "other")]),
     Bad("tracker", 5, ("names iter_0000200, which has no checkpoint",),
         lambda f: (f / "latest_checkpointed_iteration.txt").write_text("200")),
-    Bad("tracker, text", 5, ("'../x' is no iteration",),
+    Bad("tracker, text", 5, ("'../x' is not an iteration",),
         lambda f: (f / "latest_checkpointed_iteration.txt").write_text("../x")),
     Bad("rank", 5, ("no model_optim_rng.pt of tensor-parallel rank 1, pipeline rank 0, of 2 x 2",),
         removed("iter_0000100", "mp_rank_01_000", "model_optim_rng.pt")),
     Bad("last rank", 5, ("files of 1 tensor-parallel ranks, args say 2",), lambda f: [
         rank_file(f, f"mp_rank_01_00{i}").parent.rename(f / f"x{i}") for i in range(2)]),
-    Bad("expert ranks", 5, ("mp_rank_00_000_000: files of expert-parallel",),
+    Bad("expert ranks", 5, ("mp_rank_00_000_000 is a file of an expert-parallel",),
         lambda f: (f / "iter_0000100/mp_rank_00_000_000").mkdir()),
-    Bad("truncated", 5, ("mp_rank_01_001", "not a whole file of torch.save"),
+    Bad("truncated", 5, ("mp_rank_01_001", "is not a complete torch.save file"),
         lambda f: truncate(rank_file(f, "mp_rank_01_001"))),
-    Bad("empty file", 5, ("not a whole file of torch.save",),
+    Bad("empty file", 5, ("is not a complete torch.save file",),
         lambda f: rank_file(f).write_bytes(b"")),
-    Bad("text", 5, ("not a whole file of torch.save",), lambda f: rank_file(f).write_text("hello")),
+    Bad("text", 5, ("is not a complete torch.save",), lambda f: rank_file(f).write_text("hello")),
     Bad("list", 5, ("expected a dictionary",), lambda f: torch.save([1], rank_file(f))),
-    Bad("no args", 5, ("it has no args",), in_file(lambda content: content.pop("args"))),
+    Bad("no args", 5, ("has no args",), in_file(lambda content: content.pop("args"))),
     Bad("no model", 5, ("it has no model",), in_file(lambda content: content.pop("model"))),
     Bad("version", 5, ("checkpoint_version 2.0, expected 3",),
         in_file(lambda content: content.update(checkpoint_version=2.0))),
     Bad("older classes", 5, ("before megatron-core",),
         in_state(lambda state: state.update(language_model={}))),
-    Bad("no tensors", 5, ("model is no state dict",), in_state(lambda s: s.update({NORM: 1}))),
+    Bad("no tensors", 5, ("model is not a state dict",), in_state(lambda s: s.update({NORM: 1}))),
     Bad("virtual", 5, ("virtual stages",),
         in_file(lambda content: content.update(model0=content.pop("model")))),
     Bad("missing on a rank", 5, (NORM, "ranks 0 and 1, not on both"),
@@ -272,7 +273,7 @@ BAD = [
     Bad("layers", 5, ("layers.5.input_layernorm.weight is missing",), in_args(num_layers=6)),
     Bad("too few", 5, ("decoder.layers.4", "not part of the model"), in_args(num_layers=4)),
     Bad("argument", 2, ("lack ffn_hidden_size",), in_args(ffn_hidden_size=None)),
-    Bad("experts", 2, ("num_experts = 8", "must be None"), in_args(num_experts=8)),
+    Bad("experts", 2, ("num_experts = 8", "expected None"), in_args(num_experts=8)),
     Bad("latent attention", 2, ("multi_latent_attention = True",),
         in_args(multi_latent_attention=True)),
     Bad("positions", 2, ("position_embedding_type = 'mrope'", "learned_absolute or rope"),
@@ -305,18 +306,18 @@ def test_bad_input_is_one_line_with_a_code(
 
 
 DAMAGED = [
-    ("index", 5, (".metadata", "not a whole index"), lambda f: truncate(f / ".metadata")),
+    ("index", 5, (".metadata", "is not a complete DCP index"), lambda f: truncate(f / ".metadata")),
     ("no index", 5, ("cannot read", ".metadata: No such file"), removed(".metadata")),
     ("common", 5, ("cannot read", "common.pt: No such file"), removed("common.pt")),
     ("tensors", 5, ("__0_0.distcp: tensor ", "zip archive"), lambda f: [
         path.write_bytes(path.read_bytes()[:4000]) for path in f.glob("*.distcp")]),
     ("no tensors", 5, ("No such file",), removed("__0_0.distcp")),
-    ("no args", 5, ("common.pt: it has no args",), lambda f: torch.save({}, f / "common.pt")),
-    ("not all", 5, ("pieces of tensor", "are not all of [384, 24]"), lambda f: in_index(
+    ("no args", 5, ("common.pt has no args",), lambda f: torch.save({}, f / "common.pt")),
+    ("not all", 5, ("pieces of tensor", "do not cover its shape [384, 24]"), lambda f: in_index(
         f, lambda x: x.state_dict_metadata["embedding.word_embeddings.weight"].chunks.clear())),
-    ("escaping", 5, ("'../x'", "is no file of the folder"), lambda f: in_index(
+    ("escaping", 5, ("'../x'", "is not a file of the folder"), lambda f: in_index(
         f, lambda x: [setattr(at, "relative_path", "../x") for at in x.storage_data.values()])),
-    ("another index", 5, ("not an index of DCP",),
+    ("another index", 5, ("is not a DCP index",),
         lambda f: (f / ".metadata").write_bytes(pickle.dumps({}))),
 ]  # fmt: skip
 
@@ -349,15 +350,17 @@ def test_damage_to_distributed_files(
 ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any] | str]] = [
     ({"swiglu": False}, {"activation": "gelu"}),
     ({"use_rope_scaling": True, "rope_scaling_factor": 32.0},
-     {"rotary_scaling": "llama3", "rotary_factor": 32.0, "rotary_original_positions": 8192,
-      "rotary_turns_low": 1.0, "rotary_turns_high": 4.0}),
-    ({"rotary_seq_len_interpolation_factor": 4}, {"rotary_scaling": "linear", "rotary_factor": 4}),
-    ({"rotary_percent": 0.5}, {"rotary_share": 0.5}),
-    ({"apply_layernorm_1p": True}, {"norm_offset": True}),
-    ({"window_size": (7, 0), "window_attn_skip_freq": 2}, {"window": 8, "full_attention_every": 2}),
+     {"rope": RopeConfig(base=500.0, scaling="llama3", factor=32.0, original_positions=8192,
+                         low_freq_factor=1.0, high_freq_factor=4.0)}),
+    ({"rotary_seq_len_interpolation_factor": 4},
+     {"rope": RopeConfig(base=500.0, scaling="linear", factor=4)}),
+    ({"rotary_percent": 0.5}, {"rope": RopeConfig(base=500.0, percent=0.5)}),
+    ({"apply_layernorm_1p": True}, {"zero_centered_norm": True}),
+    ({"window_size": (7, 0), "window_attn_skip_freq": 2},
+     {"sliding_window": 8, "full_attention_every": 2}),
     ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0, 1]},
-     {"window": 8, "full_attention_every": 2}),
-    ({"window_size": (7, 0), "window_attn_skip_freq": [1] * 5}, {"window": 8}),
+     {"sliding_window": 8, "full_attention_every": 2}),
+    ({"window_size": (7, 0), "window_attn_skip_freq": [1] * 5}, {"sliding_window": 8}),
     ({"window_size": (-1, 0)}, {}),
     ({"softmax_scale": 0.25}, {"attention_scale": 0.25}),
     ({"normalization": None, "add_bias_linear": True}, {"norm": "layernorm", "bias": True}),
@@ -372,7 +375,7 @@ ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any] | str]] = [
     ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4}, "interpolation_factor"),
     ({"softmax_type": "learnable"}, "softmax_type = 'learnable'"),
     ({"num_attention_heads": 0}, "model.heads = 0"),
-    ({"window_size": 7}, "the arguments describe no model"),
+    ({"window_size": 7}, "the arguments do not describe a model"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and folders of Hugging Face's, both ways, bit by bit; logits as transformers has."""
+"""Checkpoints and Hugging Face folders, both ways, bit by bit; logits as transformers has."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from megapipe.model.gpt.hf.weights import to_hf
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from tests.parity.converted import assert_same, state_of, write_checkpoint
-from tests.parity.marks import in_parts
 from tests.parity.reference import init_random, random_batch
 from tests.parity.stage_cases import new_stage
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import CASES, FAMILIES, MIXTURES, model_of
 
 ALL = [*CASES, *FAMILIES, *MIXTURES]
@@ -45,7 +45,7 @@ DTYPES = {
 
 
 def fp32(case: str) -> ModelConfig:
-    """With more tokens than the byte tokenizer has, and a number that runs pad."""
+    """Return a model with more tokens than the byte tokenizer, whose number is padded in runs."""
     return model_of(case).model_copy(update={"dtype": "fp32", "vocab_size": 259})
 
 
@@ -64,7 +64,7 @@ def newest(run: Path) -> Checkpoint:
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Values of each read of files from now on."""
+    """Count the values of each read of files from now on."""
     counts: list[int] = []
     read = TensorFiles.read
 
@@ -186,7 +186,7 @@ def test_ranks_read_their_experts_in_either_spelling(
     ],
 )
 def test_from_transformers_to_megapipe_and_back(case: str, dtype: str, tmp_path: Path) -> None:
-    """With a vocabulary that a run pads, and a tokenizer of its own."""
+    """The vocabulary is one that runs pad, and the tokenizer is the model's own."""
     model = fp32(case).model_copy(update={"dtype": dtype})
     torch.manual_seed(3)
     hf = class_of(model)(config_to_hf(model)).to(DTYPES[dtype])
@@ -283,7 +283,7 @@ def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:
     params = init_random(model, seed=5, dtype=torch.float32)
     checkpoint = write_checkpoint(tmp_path / "run", model, params)
     told: list[str] = []
-    export(checkpoint, tmp_path / "hf", shard_bytes=1, tokenizer="none", tell=told.append)
+    export(checkpoint, tmp_path / "hf", shard_bytes=1, tokenizer="none", report=told.append)
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     state = state_of(tmp_path / "hf")
     assert index["weight_map"].keys() == state.keys()

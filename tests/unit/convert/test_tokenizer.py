@@ -42,7 +42,7 @@ def written(tokenizer: Tokenizer, name: str, folder: Path) -> Any:
 
 
 def random_text(draw: random.Random) -> str:
-    """Characters of all planes, most of them of the first ones."""
+    """Draw characters of all planes, most of them of the first ones."""
     ends = draw.choices([0x80, 0x800, 0xD800, 0x110000], k=draw.randrange(40))
     codes = (draw.randrange(end) for end in ends)
     return "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
@@ -93,14 +93,14 @@ def bare(path: Path) -> None:
 
 
 def with_places(path: Path) -> None:
-    """As that of GPT-2."""
+    """Write a tokenizer with the post-processor of GPT-2."""
     backend = train_bpe(["</s>"])
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     backend.save(str(path))
 
 
 def with_marks(path: Path) -> None:
-    """As that of BERT, or one that begins with <s> alone."""
+    """Write a tokenizer that puts <s> before a text and </s> after it, as BERT's does."""
     backend = train_bpe(["<s>", "</s>"])
     pair = [(mark, backend.token_to_id(mark)) for mark in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(
@@ -180,7 +180,7 @@ def test_auto_tokenizer_beside_a_config_of_each_family(case: str, tmp_path: Path
             assert warned == []
         else:
             (line,) = warned
-            assert f"AutoTokenizer takes a class of its own for {row_of(model).model_type}" in line
+            assert f"AutoTokenizer has its own class for {row_of(model).model_type}" in line
             theirs = PreTrainedTokenizerFast.from_pretrained(output)
             for text in [*TEXTS, *SAMPLES]:
                 assert theirs(text).input_ids == [ours.eod, *ours.encode(text).tolist()]

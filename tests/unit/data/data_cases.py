@@ -29,7 +29,7 @@ def train_bpe(specials: list[str], vocab_size: int = 320) -> Tokenizer:
 
 
 def drop_privileges() -> None:
-    """File permissions do not bind root; from here to the end of the test they bind us."""
+    """Give up root until the end of the test: file permissions do not bind root."""
     if os.geteuid() == 0:
         os.seteuid(65534)
 
@@ -44,7 +44,7 @@ def index_bytes(
     code: int = 8,
     tail: bytes = b"",
 ) -> bytes:
-    """An index written by hand from the table of the format."""
+    """Build an index by hand, from the table of the format."""
     return (
         magic
         + struct.pack("<Q", version)

@@ -63,7 +63,7 @@ def test_training_takes_each_sample_once_per_epoch(tmp_path: Path) -> None:
 
 
 def test_a_row_depends_on_its_number_alone(tmp_path: Path) -> None:
-    """However the numbers are dealt to replicas, micro-batches or a resumed run."""
+    """It does not matter how numbers are dealt to replicas, micro-batches or a resumed run."""
     training = batches(tmp_path, np.arange(10 * L + 1), shuffle=True)
     whole = training.rows(range(24))[:3]
     for size in (1, 2, 3, 8):
@@ -129,7 +129,7 @@ def config(data: DataConfig, *, seed: int = 1, vocab_size: int | None = None) ->
 
 
 def both(whole: Config) -> tuple[Batches, Batches]:
-    """Of training and of the one set that is held out."""
+    """Build the batches of training and of the one held-out set."""
     tokenizer = ByteTokenizer()
     train, (held_out,) = build_batches(whole, tokenizer, load_sources(whole, tokenizer))
     return train, held_out.batches

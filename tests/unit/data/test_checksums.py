@@ -26,7 +26,7 @@ IDS = np.arange(3 * PER_BLOCK + 5) % 251
 
 
 def written(prefix: Path) -> Path:
-    """A token file of three blocks and a short one."""
+    """Write a token file of three blocks and a short one."""
     with TokenWriter(prefix, token_type(257), 257) as writer:
         writer.add(IDS)
     write_checksums(bin_of(prefix))
@@ -120,5 +120,5 @@ def test_a_cache_stands_for_the_order_of_its_tokens_too(tmp_path: Path) -> None:
     overwrite(train.file.prefix, 3)
     again = prepare(config, load_tokenizer("byte"), progress=False).part("train")
     assert again is not None
-    with pytest.raises(DataError, match="or remove its cache folder to have it made again"):
+    with pytest.raises(DataError, match="or remove its cache folder and it is rebuilt"):
         TokenDataset(again.file, 10).labelled(0)

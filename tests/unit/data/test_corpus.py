@@ -25,7 +25,7 @@ def read(source: Path | str, **settings: Any) -> list[str]:
 
 
 def whole(config: DataConfig) -> list[str]:
-    """The documents of a corpus."""
+    """Return the documents of a corpus."""
     texts, text = [], ""
     for piece in pieces(config):
         text += piece.text
@@ -156,9 +156,9 @@ def test_keys_of_data_sets_beside_files(tmp_path: Path, monkeypatch: pytest.Monk
     for source in ("folder/a.jsonl", "folder/*.jsonl", "f*"):
         if source != "f*":
             assert read(tmp_path / source) == TEXTS
-            words = "data.dataset_split=train is for a data set or a folder of one"
+            words = "data.dataset_split=train is for a data set or its folder"
             refused(tmp_path / source, words, dataset_split="train")
-        refused(tmp_path / source, "data.subset=en is for a data set of the hub", subset="en")
+        refused(tmp_path / source, "data.subset=en is for a data set on the hub", subset="en")
     refused(tmp_path / "saved", "data.subset=en", subset="en", dataset_split="train")
     refused("stdlib", "data.dataset_split=train is for a data set", dataset_split="train")
     refused("stdlib", "data.subset=en is for a data set", subset="en")
@@ -212,7 +212,7 @@ def test_no_such_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[1, 2], [{"a": 1}], [["a"]], [1, "mixed"]])
 def test_field_that_is_no_text(tmp_path: Path, values: list[Any]) -> None:
     write_jsonl(tmp_path / "x.jsonl", [{"text": value} for value in values])
-    refused(tmp_path / "x.jsonl", r"field 'text' \(data.text_field\) holds .*, no text")
+    refused(tmp_path / "x.jsonl", r"field 'text' \(data.text_field\) holds .*, not text")
 
 
 @pytest.mark.parametrize(

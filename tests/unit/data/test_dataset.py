@@ -10,7 +10,7 @@ from megapipe.errors import DataError
 
 
 def stream(folder: Path, length: int) -> TokenFile:
-    """A file whose token at position i is i, in documents of up to 7 tokens."""
+    """Write a file whose token at position i is i, in documents of up to 7 tokens."""
     with TokenWriter(folder / "x", token_type(60000), 60000) as writer:
         for start in range(0, length, 7):
             writer.add(np.arange(start, min(start + 7, length)))

@@ -39,8 +39,8 @@ def change(
 
 
 def undone(tokens: list[int]) -> list[int]:
-    """The document that a rearranged one was made of, by the definition of PSM. An SPM one is a PSM
-    one without a prefix."""
+    """Restore the document that was rearranged, by the definition of PSM. An SPM one is a PSM one
+    without a prefix."""
     if tokens[:1] != [P]:
         assert not set(tokens) & {P, S, M}
         return tokens
@@ -53,7 +53,7 @@ def undone(tokens: list[int]) -> list[int]:
 
 
 def documents(count: int, seed: int = 0) -> list[np.ndarray]:
-    """Of 0 tokens and more, each token once; the last one without an end mark."""
+    """Draw documents of 0 tokens and more, each token once; the last one has no end mark."""
     draw = np.random.default_rng(seed)
     lengths = [0, 1, 2, *draw.integers(0, 30, count)]
     found = [np.append(draw.permutation(800)[:n], EOD) for n in lengths]
@@ -155,14 +155,16 @@ def test_packed_documents_fit_with_their_marks(rate: float, tmp_path: Path) -> N
         d[start : start + room + 1].tolist() for d in given for start in range(0, len(d) - 1, room)
     ]
     assert sorted(found) == sorted(pieces)
-    assert "whose documents are rearranged (data.fim_rate)" in dataset.place(0, 0, label=True)
+    assert "whose documents are rearranged (data.fim_rate)" in dataset.describe_position(
+        0, 0, label=True
+    )
     with pytest.raises(DataError, match=r"train.sequence_length=3: expected more than the 3"):
         open_packing(Stream.of(file), PackingRule(3, spare=3), tmp_path / "cache")
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    """With the marks <p>, <s> and <m>; and texts `t`, `u`."""
+    """Return a tokenizer with the marks <p>, <s> and <m>; write the texts `t` and `u`."""
     monkeypatch.chdir(tmp_path)
     train_bpe(["<|endoftext|>", "<p>", "<s>", "<m>"]).save("tokenizer.json")
     for name in "tu":
@@ -180,7 +182,7 @@ def config(*given: str) -> Config:
 
 @pytest.mark.parametrize("samples", ["stateless", "packed"])
 def test_what_is_held_out_stays_as_it_is(samples: str, tokenizer: Tokenizer) -> None:
-    usual = ["data.mixture.a.source=t", "data.mixture.b.source=u", f"data.samples={samples}"]
+    usual = ["data.mixture.a.source=t", "data.mixture.b.source=u", f"data.sample_format={samples}"]
     fim = ["data.fim_rate=0.9", "data.fim_tokens=[<p>, <s>, <m>]"]
     marks = {tokenizer.added_tokens[name] for name in ("<p>", "<s>", "<m>")}
     rows, held, digests = [], [], []

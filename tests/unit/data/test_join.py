@@ -17,7 +17,7 @@ from tests.unit.data.data_cases import TEXTS, Documents, by_hand, index_bytes, w
 
 
 def read(prefix: Path) -> tuple[str, Documents]:
-    """By the table of the format alone."""
+    """Read a token file by the table of the format alone."""
     index = prefix.with_name(prefix.name + ".idx").read_bytes()
     code, sequences, boundaries_ = struct.unpack_from("<BQQ", index, 17)
     lengths = struct.unpack_from(f"<{sequences}i", index, 34)
@@ -120,7 +120,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_documents(tmp_path / "x", [[[1, 2, 300]]])
     assert main(["verify", str(tmp_path / "x"), "--vocab-size", "301"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'x'}: sound, 1 documents, 3 tokens\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'x'}: intact, 1 documents, 3 tokens\n"
     assert main(["verify", str(tmp_path / "x"), "--tokenizer", "byte"]) == 3
     assert "token id 300 at position 2 of" in capsys.readouterr().err
 
@@ -144,14 +144,14 @@ MISTAKES = [
     (["verify", "x", "--vocab-size", "0"], 2, "--vocab-size 0: expected a whole number >= 1"),
     (["verify", "x", "--vocab-size", "many"], 2, "argument --vocab-size: invalid int value"),
     (["verify", "damaged", "--vocab-size", "9"], 3, "sequence 1 does not start where"),
-    (["tokenize", "--source", "x"], 2, "a token file has token ids already"),
+    (["tokenize", "--source", "x"], 2, "a token file already has token ids"),
     (["tokenize", "--source", "x.txt", "--output", "y"], 3, "y.bin exists"),
     (["tokenize", "--source", "x.txt", "--output", "x.txt/y"], 3, "x.txt"),
     (["tokenize", "--source", "empty.txt", "--output", "new"], 3, "is empty: there is no text"),
     (
-        ["tokenize", "--source", "x.txt", "--workers", "0"],
+        ["tokenize", "--source", "x.txt", "--tokenizer-workers", "0"],
         2,
-        "--workers 0: expected a whole number",
+        "--tokenizer-workers 0: expected a whole number",
     ),
     (["tokenize", "--source", "x.txt", "--validation-fraction", "1"], 2, "--validation-fraction 1"),
     (["tokenize", "--source", "*.none"], 3, "no file matches"),
@@ -193,7 +193,7 @@ MISTAKES = [
     (
         ["tokenize", "--source", "x.txt", "--output", "new", "--validation-fraction", "0.1"],
         2,
-        "--validation-fraction is for the cache",
+        "--validation-fraction works only with the cache",
     ),
     (["inspect", "damaged"], 3, "sequence 1 does not start where"),
     (["merge", "new", "beyond"], 3, "beyond.idx: document 0 ends before it begins"),
@@ -247,4 +247,4 @@ def test_a_tokenizer_of_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(ids) < len(text.encode())
     assert tokenizer.decode(ids) == text
     assert main([*argv[:3], "--output", str(tmp_path / "b"), "--vocab-size", "99999"]) == 0
-    assert "the corpus has no more than that to learn" in capsys.readouterr().out
+    assert "the corpus is too small for more" in capsys.readouterr().out

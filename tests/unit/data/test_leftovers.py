@@ -14,17 +14,17 @@ import pytest
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.data.prepare import prepare
+from megapipe.data.prepare.build_once import build_once
 from megapipe.data.prepare.leftovers import KEPT_S, MAKER, SILENT_S
-from megapipe.data.prepare.once import build_once
 from megapipe.data.tokenizer import load_tokenizer
 from megapipe.distributed.mesh import ParallelMesh
 from megapipe.train.corpus import prepare_on_all
 from megapipe.util import heartbeat
-from tests.unit.train.standing_run import Mesh
+from tests.unit.train.stub_run import Mesh
 
 
 def leave(cache: Path, name: str, *, age: float = 0.0, **maker: object) -> Path:
-    """A folder with a file of 2 MB; with a maker, unless there is nothing to say of one."""
+    """Leave a folder with a file of 2 MB, and with a maker if any field of one is given."""
     folder = cache / name
     folder.mkdir(parents=True)
     (folder / "000000.bin").write_bytes(bytes(2_000_000))
@@ -38,7 +38,7 @@ def leave(cache: Path, name: str, *, age: float = 0.0, **maker: object) -> Path:
 
 
 def make(cache: Path) -> list[str]:
-    """The lines of a preparation in the cache."""
+    """Return the lines of a preparation in the cache."""
     lines: list[str] = []
     build_once(cache / "new", lambda new: (new / "content").touch(), lines.append)
     return lines
@@ -65,7 +65,7 @@ def test_a_run_removes_them_and_says_so(tmp_path: Path, capfd: pytest.CaptureFix
 def test_a_run_that_finds_its_corpus_prepared_does_so_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By one process of each node."""
+    """One process of each node removes the folders."""
     text, cache = tmp_path / "text.txt", tmp_path / "cache"
     text.write_text("one two three " * 50)
     config = Config(data=DataConfig(source=str(text), cache=str(cache)))

@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.floats(0, 100) | st.just(1.0), min_size=2, max_size=5).fil
 
 
 def dealt(mixture: Mixture, samples: int) -> list[list[int]]:
-    """The draws of each source, in their order."""
+    """Return the draws of each source, in their order."""
     found: list[list[int]] = [[] for _ in mixture.names]
     for sample in range(samples):
         source, number = mixture(sample)

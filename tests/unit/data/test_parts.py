@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.data import DataConfig
-from megapipe.data.corpus import cutting, dividing, json_rows, parts, total_bytes
-from megapipe.data.corpus.cutting import TextChunk, cut
+from megapipe.data.corpus import corpus_shards, json_rows, parts, text_chunks, total_bytes
 from megapipe.data.corpus.row_count import RowCount
+from megapipe.data.corpus.text_chunks import TextChunk, cut
 from megapipe.errors import DataError
 from tests.unit.data.data_cases import TEXTS, drop_privileges
 
@@ -29,7 +29,7 @@ def config(source: Path | str, **given: Any) -> DataConfig:
 
 
 def by_part(given: DataConfig) -> list[list[str]]:
-    """The documents of each part."""
+    """Return the documents of each part."""
     found = []
     for part in parts(given):
         texts, text = [], ""
@@ -63,7 +63,7 @@ PACKERS = {
 def test_packed_files(
     tmp_path: Path, suffix: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dividing, "PART", size)
+    monkeypatch.setattr(corpus_shards, "PART", size)
     pack = PACKERS[suffix]
     for name, content in (
         ("a.jsonl", lines_of(TEXTS)),
@@ -88,7 +88,7 @@ def test_packed_files_cut_short_or_of_another_kind(tmp_path: Path, suffix: str, 
     path = tmp_path / (name + suffix)
     for content in (PACKERS[suffix](lines_of(texts))[:-200], b"nothing of the kind" * 10):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"x\.\w+\.\w+: cannot be unpacked \(") as info:
+        with pytest.raises(DataError, match=r"x\.\w+\.\w+ cannot be decompressed \(") as info:
             all_texts(config(path))
         assert "\n" not in str(info.value)
 
@@ -101,7 +101,7 @@ def test_lines_belong_to_one_part_each(
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_bytes(lines_of(texts)[: None if ends else -1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dividing, "PART", size)
+        patch.setattr(corpus_shards, "PART", size)
         found = by_part(config(path))
         assert [text for part in found for text in part] == texts
         assert len(found) == -(-path.stat().st_size // size)
@@ -114,16 +114,16 @@ def test_lines_belong_to_one_part_each(
     ("line", "says"),
     [
         (b'{"text": nope}', r"\(line 42: Expecting value at character 9\)"),
-        (b'{"text": 3}', "field 'text' .* holds a number, no text, in line 42"),
-        (b"[1]", "line 42 holds a list, no object with fields"),
-        (b'"x"', "line 42 holds a text, no object"),
+        (b'{"text": 3}', "field 'text' .* holds a number, not text, in line 42"),
+        (b"[1]", "line 42 holds a list, not an object with fields"),
+        (b'"x"', "line 42 holds a text, not an object"),
         (b'{"text": "\xff"}', r"cannot be read \(line 42: .*0xff"),
     ],
 )
 def test_a_wrong_line_is_named_in_whatever_part(
     tmp_path: Path, suffix: str, line: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dividing, "PART", 300)
+    monkeypatch.setattr(corpus_shards, "PART", 300)
     content = lines_of(TEXTS[:41]) + line + b"\n" + lines_of(TEXTS)
     path = tmp_path / f"x.jsonl{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
@@ -137,7 +137,7 @@ def test_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"n": range(60), "text": TEXTS})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=7)
     assert len(by_part(config(tmp_path))) == 1
-    monkeypatch.setattr(dividing, "PART", 1)
+    monkeypatch.setattr(corpus_shards, "PART", 1)
     found = by_part(config(tmp_path))
     assert [len(texts) for texts in found] == [7] * 8 + [4]
     assert all_texts(config(tmp_path)) == TEXTS
@@ -145,7 +145,9 @@ def test_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(coded, tmp_path / "x.parquet")
     assert all_texts(config(tmp_path)) == TEXTS
     (tmp_path / "x.parquet.gz").write_bytes(gzip.compress((tmp_path / "x.parquet").read_bytes()))
-    with pytest.raises(DataError, match=r"x\.parquet\.gz: parquet cannot be read from a packed"):
+    with pytest.raises(
+        DataError, match=r"x\.parquet\.gz: parquet cannot be read from a compressed"
+    ):
         all_texts(config(tmp_path))
 
 
@@ -153,7 +155,7 @@ def test_text_files_come_several_to_a_part(
     text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert by_part(config(text_folder)) == [TEXTS]
-    monkeypatch.setattr(dividing, "PART", 200)
+    monkeypatch.setattr(corpus_shards, "PART", 200)
     found = by_part(config(text_folder))
     assert 5 < len(found) < len(TEXTS)
     assert [text for texts in found for text in texts] == TEXTS
@@ -174,7 +176,7 @@ def test_patterns(text_folder: Path) -> None:
 
 
 def test_a_folder_with_splits(tmp_path: Path) -> None:
-    """As `datasets` reads one of the hub: by the names of files."""
+    """Splits are known by the names of files, as `datasets` knows those of the hub."""
     for split, texts in (("train", TEXTS[:40]), ("test", TEXTS[40:])):
         (tmp_path / "set").mkdir(exist_ok=True)
         pq.write_table(pa.table({"text": texts}), tmp_path / "set" / f"{split}-0.parquet")
@@ -213,7 +215,7 @@ def test_values_of_json_in_any_form(
         ('[{"text": "a"},\n{"text": nope}]', r"\(line 2: Expecting value\)"),
         ('[{"text": "a"}\n', r"\(line 2: Expecting value\)"),
         ('{"text": "a"} {"te', r"\(line 1: Unterminated string"),
-        ('[\n\n{"text": ["a"]}]', "holds a list, no text, in line 3"),
+        ('[\n\n{"text": ["a"]}]', "holds a list, not text, in line 3"),
         ("[[" * 100000, "cannot be read"),
     ],
 )
@@ -236,7 +238,7 @@ def test_an_error_in_json_is_told_without_reading_on() -> None:
 @given(st.text(st.sampled_from("ab \n\t"), max_size=200), st.integers(4, 40), st.integers(1, 50))
 def test_pieces_of_a_long_document(text: str, longest: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LONGEST", longest)
+        patch.setattr(text_chunks, "LONGEST", longest)
         found = list(cut(text[i : i + size] for i in range(0, len(text), size)))
         whole = list(cut([text]))
     assert found == whole, "chunks decide nothing"
@@ -250,8 +252,8 @@ def test_pieces_of_a_long_document(text: str, longest: int, size: int) -> None:
 
 
 def test_a_text_file_longer_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "LONGEST", 100)
-    monkeypatch.setattr(cutting, "_READ", 7)  # in the middle of characters
+    monkeypatch.setattr(text_chunks, "LONGEST", 100)
+    monkeypatch.setattr(text_chunks, "_READ", 7)  # in the middle of characters
     text = "".join(TEXTS)
     (tmp_path / "x.txt").write_bytes(text.encode())
     (part,) = parts(config(tmp_path / "x.txt"))
@@ -267,7 +269,7 @@ def test_a_text_file_longer_than_a_piece(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "LONGEST", 50)
+    monkeypatch.setattr(text_chunks, "LONGEST", 50)
     (tmp_path / "x.jsonl").write_bytes(lines_of(["a" * 120, "b"]))
     (part,) = parts(config(tmp_path))
     assert list(part.pieces(RowCount())) == [
@@ -287,7 +289,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_field_may_be_missing_further_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dividing, "PART", 200)
+    monkeypatch.setattr(corpus_shards, "PART", 200)
     rest = b'{"meta": 1}\n' * 200
     for suffix, pack in (("", bytes), (".gz", gzip.compress)):
         path = tmp_path / f"x.jsonl{suffix}"
@@ -300,7 +302,7 @@ def test_a_field_may_be_missing_further_on(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.full
 def test_a_line_longer_than_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dividing, "PART", 1000)
+    monkeypatch.setattr(corpus_shards, "PART", 1000)
     texts = ["a", "b" * 3_000_000, "c"]
     (tmp_path / "x.jsonl").write_bytes(lines_of(texts))
     assert all_texts(config(tmp_path)) == texts

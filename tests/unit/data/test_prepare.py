@@ -128,7 +128,7 @@ def test_a_single_character_cannot_be_divided(tmp_path: Path) -> None:
 def test_a_present_cache_is_used(folder_config: DataConfig) -> None:
     first = prepare(folder_config, BYTE)
     assert prepare(folder_config, Barred()) == first
-    masked = folder_config.model_copy(update={"mask_document_ends": True})
+    masked = folder_config.model_copy(update={"eod_mask_loss": True})
     assert prepare(masked, Barred()) == first  # a matter of the loss, not of the tokens
 
 
@@ -150,7 +150,7 @@ def test_damaged_cache(folder_config: DataConfig, name: str) -> None:
     prepared = prepare(folder_config, BYTE)
     path = prepared.folder / name
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(DataError, match=rf"{name} has \d+ bytes, not \d+: remove .* to have"):
+    with pytest.raises(DataError, match=rf"{name} has \d+ bytes, not \d+: remove .* is reb"):
         prepare(folder_config, BYTE)
     path.unlink()
     with pytest.raises(DataError, match=rf"{name}: No such file or directory: remove "):

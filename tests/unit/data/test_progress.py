@@ -12,7 +12,7 @@ from megapipe.data.prepare import progress
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, to be set."""
+    """Return the time, which a test may set."""
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
@@ -23,21 +23,22 @@ def test_lines_have_the_pace_and_the_time_left(
 ) -> None:
     """What was there already is told once, and says nothing of the pace."""
     with progress.meter("reading texts", 400_000_000) as shown:
-        shown.advance(20_000_000, 4, at_once=True)
-        shown.advance(30_000_000, 6, at_once=True)
+        shown.advance(20_000_000, 4, done_before=True)
+        shown.advance(30_000_000, 6, done_before=True)
         clock[0] += 100
         shown.advance(150_000_000, 20)
-        shown.advance(1, at_once=True)
+        shown.advance(1, done_before=True)
         clock[0] += 59
         shown.advance(1)
     assert capsys.readouterr().err == (
-        "megapipe: reading texts: 10 documents, 50 MB of 400 were there already\n"
-        "megapipe: reading texts: 30 documents, 200 MB of 400, 2 min left, 1.5 MB/s\n"
+        "megapipe: reading texts: 10 documents, 50 MB of 400 were already "
+        "tokenized\nmegapipe: reading texts: 30 documents, 200 MB of 400, 2 min left, 1.5 "
+        "MB/s\n"
     )
     with progress.meter("reading texts", 400) as shown:
-        shown.advance(400, 3, at_once=True)
+        shown.advance(400, 3, done_before=True)
     assert capsys.readouterr().err == (
-        "megapipe: reading texts: 3 documents, 0 MB of 0 were there already\n"
+        "megapipe: reading texts: 3 documents, 0 MB of 0 were already tokenized\n"
     )
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from megapipe.config.data import DataConfig
 from megapipe.data import remote
-from megapipe.data.given import given_tokens
-from megapipe.data.prepare.copies import MANIFEST, check_contents
+from megapipe.data.prepare.remote_cache import MANIFEST, check_contents
 from megapipe.data.remote import fetched, is_remote
 from megapipe.data.stored import crc_of
+from megapipe.data.token_file_corpus import given_tokens
 from megapipe.data.tokens import TokenWriter
 from megapipe.data.tokens.format import bin_of, idx_of, token_type
 from megapipe.errors import DataError
@@ -35,7 +35,7 @@ def fetch(cache: Path, source: str) -> str:
 
 
 def files(path: str) -> dict[str, bytes]:
-    """What is in a folder, or what matches `**/*` in it."""
+    """Read the files in a folder, or those that match `**/*` in it."""
     folder = Path(path.removesuffix("/**/*"))
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -73,7 +73,9 @@ def test_it_is_copied_once_and_anew_when_it_has_changed(
 def test_a_damaged_copy_is_found(tmp_path: Path, store: Any) -> None:
     one = Path(fetch(tmp_path, "memory://bucket/b.txt"))
     one.write_bytes(b"bb")
-    with pytest.raises(DataError, match=r"b\.txt has 2 bytes, not 1: remove .* to have it fetched"):
+    with pytest.raises(
+        DataError, match=r"b\.txt has 2 bytes, not 1: remove .* and it is downloaded"
+    ):
         fetch(tmp_path, "memory://bucket/b.txt")
     one.unlink()
     with pytest.raises(DataError, match=r"b\.txt: No such file or directory: remove"):
@@ -96,7 +98,7 @@ def test_a_token_file_that_is_damaged_at_the_same_size_is_found_when_it_is_read(
     for path, size in ((bin_of(prefix), 200), (idx_of(prefix), 62)):
         sound = path.read_bytes()
         path.write_bytes(sound[:40] + bytes([sound[40] ^ 1]) + sound[41:])
-        with pytest.raises(DataError, match=rf"{path.name} is damaged: bytes 0 to {size} are not"):
+        with pytest.raises(DataError, match=rf"{path.name} is damaged: bytes 0 to {size} do not"):
             given_tokens(config)
         path.write_bytes(sound)
     given_tokens(config)
@@ -111,7 +113,7 @@ def test_what_is_cut_short_is_not_kept(
     info = type(store).info
     monkeypatch.setattr(type(store), "info", lambda self, path: {**info(self, path), "size": 99})
     monkeypatch.setattr(retries, "WAITS_S", (retries.LIMIT_S,))
-    with pytest.raises(DataError, match=r"cannot read /bucket/b.txt: 1 bytes came, of 99$"):
+    with pytest.raises(DataError, match=r"cannot read /bucket/b.txt: 1 bytes arrived, of 99$"):
         fetch(tmp_path, "memory://bucket/b.txt")
     assert list(tmp_path.iterdir()) == []
 

@@ -20,7 +20,7 @@ TEXTS = {"a/1.txt": b"one" * 1000, "a/deep/2.txt": b"two" * 1000, "b.txt": b"b"}
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """A server with TEXTS, whose clients repeat at once a request that fails."""
+    """Yield a server with TEXTS, whose clients retry failed requests without sleeping."""
     object_files.register()
     monkeypatch.setattr(retries, "sleep", lambda seconds: None)
     monkeypatch.setattr(remote, "AT_ONCE", 1000)
@@ -31,7 +31,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
 
 
 def fetch(cache: Path, source: str) -> dict[str, bytes]:
-    """What is copied of a source, by name."""
+    """Copy a source into the cache and return its files by name."""
     config = fetched(DataConfig(source=source, cache=str(cache)), progress=False)
     files = next(path for path in Path(config.source, "x").parents if path.name == "files")
     return {str(p.relative_to(files)): p.read_bytes() for p in files.rglob("*") if p.is_file()}
@@ -93,7 +93,7 @@ def test_a_server_that_stays_away_ends_in_a_line_that_others_have_announced(
 def test_a_server_that_hangs_is_not_waited_for(
     tmp_path: Path, store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: another connection is tried. For ever: there is an end."""
+    """If it hangs once, another connection is tried; if for ever, there is an end."""
     monkeypatch.setattr(retries.Operation.__init__, "__defaults__", (0.8,))
     for number in range(3):
         object_files.ObjectFileSystem.clear_instance_cache()

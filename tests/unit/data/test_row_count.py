@@ -24,8 +24,8 @@ from tests.parity.json_rows import EMPTY, OTHER, ROWS, counted, lines
 
 BYTE = ByteTokenizer()
 LINES = """\
-12 of 1,000 rows of rows.jsonl are left out: no field 'text' (data.text_field)
-2 of 1,000 rows of rows.jsonl are left out: no text in field 'text' (data.text_field)
+12 of 1,000 rows of rows.jsonl are skipped: no field 'text' (data.text_field)
+2 of 1,000 rows of rows.jsonl are skipped: no text in field 'text' (data.text_field)
 3 lone surrogates in rows.jsonl (such as \\ud83d without its other half): each is read as ?
 """.splitlines()
 
@@ -36,7 +36,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_thousand() -> None:
-    """The first is not among those that lack it, the last one is."""
+    """Write a thousand rows; the last is among the 13 that lack the text, the first is not."""
     rows = [OTHER if i % 83 == 82 or i == 999 else {"text": f"row {i}"} for i in range(1000)]
     assert rows.count(OTHER) == 13
     rows[82], rows[83] = {"text": None}, {"text": ""}
@@ -65,7 +65,11 @@ def test_tables_have_rows_too() -> None:
 def test_halves_of_pairs_in_examples(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"prompt": "a \ud83d", "completion": "\ude00 \U0001f600"}
     Path("rows.jsonl").write_bytes(lines([row] * 3))
-    given = ["data.source=rows.jsonl", "data.samples=supervised", "data.validation_fraction=0"]
+    given = [
+        "data.source=rows.jsonl",
+        "data.sample_format=supervised",
+        "data.validation_fraction=0",
+    ]
     load_sources(resolve(parse(given).config, 1, 257)[0], BYTE)
     assert "6 lone surrogates in rows.jsonl" in capsys.readouterr().err
 

@@ -22,13 +22,13 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.layout.resolve import resolve
 
 FIM = ["data.fim_rate=0.5", "data.fim_tokens=[a, b, c]"]
-SUPERVISED = ["data.samples=supervised", "data.source=rows.jsonl"]
+SUPERVISED = ["data.sample_format=supervised", "data.source=rows.jsonl"]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token files `t` and 20 rows of examples, the last three of which are long; and a data set of
-    the user's."""
+    """Write token files `t`, 20 rows of examples, the last three of which are long, and a
+    user-defined data set."""
     monkeypatch.chdir(tmp_path)
     with TokenWriter(Path("t"), token_type(257), 257) as writer:
         writer.add(np.arange(100))
@@ -67,47 +67,59 @@ def config(*given: str) -> Config:
             "data.fim_spm_rate=1.0 has no effect without data.fim_rate above 0: expected 0.5",
         ),
         (
-            [*FIM, "data.samples=megatron", "data.source=t"],
-            "data.fim_rate=0.5: expected data.samples=stateless or packed, not megatron, or",
+            [*FIM, "data.sample_format=megatron", "data.source=t"],
+            "data.fim_rate=0.5: expected data.sample_format=stateless or packed, not megatron, or",
         ),
-        ([*FIM, *SUPERVISED], "expected data.samples=stateless or packed, not supervised"),
+        ([*FIM, *SUPERVISED], "expected data.sample_format=stateless or packed, not supervised"),
         (
             [*FIM, "data.source=rows_of_mine:data"],
             "data.fim_rate=0.5 has no effect with data.source=rows_of_mine:data, which is a",
         ),
         (
-            ["data.train_on=last"],
-            "data.train_on=last has no effect without data.samples=supervised: exp",
+            ["data.loss_turns=last"],
+            "data.loss_turns=last has no effect without data.sample_format=supervised: exp",
         ),
-        (["data.train_on=first"], "data.train_on=first: expected"),
+        (["data.loss_turns=first"], "data.loss_turns=first: expected"),
         (
-            ["data.chat_template=x", "data.samples=packed"],
-            "data.chat_template=x has no effect without data.samples=supervised: expected null",
+            ["data.chat_template=x", "data.sample_format=packed"],
+            (
+                "data.chat_template=x has no effect without data.sample_format=supervised: "
+                "expected null"
+            ),
         ),
         (
             ["data.messages_field=x"],
-            "data.messages_field=x has no effect without data.samples=superv",
+            "data.messages_field=x has no effect without data.sample_format=superv",
         ),
         (
             [*SUPERVISED, "data.text_field=x"],
-            "data.text_field=x has no effect with data.samples=sup",
+            "data.text_field=x has no effect with data.sample_format=sup",
         ),
         (
-            ["data.samples=supervised"],
-            "data.samples=supervised, and data.source=stdlib has no rows: expected JSON, parquet",
+            ["data.sample_format=supervised"],
+            (
+                "data.sample_format=supervised, and data.source=stdlib has no rows: expected JSON, "
+                "parquet"
+            ),
         ),
         (
             [
-                *("data.samples=supervised", "data.mixture.x.source=rows.jsonl"),
+                *("data.sample_format=supervised", "data.mixture.x.source=rows.jsonl"),
                 "data.mixture.x.text_field=y",
             ],
-            "data.mixture.x.text_field=y has no effect with data.samples=supervised: expected null",
+            (
+                "data.mixture.x.text_field=y has no effect with data.sample_format=supervised: "
+                "expected null"
+            ),
         ),
-        (["data.samples=supervised", "data.source=t"], "and data.source=t has no rows"),
+        (["data.sample_format=supervised", "data.source=t"], "and data.source=t has no rows"),
         ([*SUPERVISED, "data.validation.x=t"], "and data.validation.x=t has no rows"),
         (
-            ["data.samples=supervised", "data.source=rows_of_mine:data"],
-            "data.samples=supervised has no effect with data.source=rows_of_mine:data, which is",
+            ["data.sample_format=supervised", "data.source=rows_of_mine:data"],
+            (
+                "data.sample_format=supervised has no effect with data.source=rows_of_mine:data, "
+                "which is"
+            ),
         ),
     ],
 )
@@ -131,7 +143,7 @@ def loaded(*given: str) -> tuple[Config, Sources]:
 
 def test_examples_are_packed_and_the_long_ones_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     chosen, sources = loaded("data.validation_fraction=0", "data.test.all=rows.jsonl")
-    line = "megapipe: rows.jsonl: 3 of 20 examples are left out, as they are longer than train.seq"
+    line = "megapipe: rows.jsonl: 3 of 20 examples are skipped: they are longer than train.seq"
     assert capsys.readouterr().err.count(line) == 2, "of training and of the test"
     training, (test,) = build_batches(chosen, ByteTokenizer(), sources)
     assert len(training) == len(test.batches) == 6, "three of 5 positions in a sample"
@@ -148,8 +160,8 @@ def test_examples_are_packed_and_the_long_ones_left_out(capsys: pytest.CaptureFi
 
 
 def test_examples_are_tokenized_ahead_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the same keys a run finds them."""
-    given = ["--samples", "supervised", "--source", "rows.jsonl", "--train-on", "last"]
+    """A run with the same keys finds them."""
+    given = ["--sample-format", "supervised", "--source", "rows.jsonl", "--loss-turns", "last"]
     assert prepare_data([*given, "--validation-fraction", "0"]) == 0
     assert "train       20 examples  " in capsys.readouterr().out
 
@@ -157,18 +169,24 @@ def test_examples_are_tokenized_ahead_by_the_command(capsys: pytest.CaptureFixtu
         def encode(self, text: str) -> TokenIds:
             raise AssertionError("tokenized again")
 
-    chosen = config(*SUPERVISED, "data.validation_fraction=0", "data.train_on=last")
+    chosen = config(*SUPERVISED, "data.validation_fraction=0", "data.loss_turns=last")
     assert len(build_batches(chosen, Barred(), load_sources(chosen, Barred()))[0]) == 6
     assert len(list(Path("cache").glob("[0-9a-f]*"))) == 1
     for wrong, words in (
-        ([*given, "--output", "x"], "--samples supervised is for the cache: a file of --output ca"),
+        (
+            [*given, "--output", "x"],
+            "--sample-format supervised works only with the cache: an --output f",
+        ),
         (given[:2], "--source=stdlib has no rows: expected JSON"),
-        (given[2:], "data.train_on=last has no effect without data.samples=supervised: "),
+        (given[2:], "data.loss_turns=last has no effect without data.sample_format=supervised: "),
         (
             [*given, "--text-field", "x"],
-            "data.text_field=x has no effect with data.samples=supervis",
+            "data.text_field=x has no effect with data.sample_format=supervis",
         ),
-        (["--samples", "some"], "--samples some: expected one of stateless, packed, megatron, su"),
+        (
+            ["--sample-format", "some"],
+            "--sample-format some: expected one of stateless, packed, megatron, su",
+        ),
     ):
         assert prepare_data(wrong) == 2
         assert words in capsys.readouterr().err
@@ -177,7 +195,7 @@ def test_examples_are_tokenized_ahead_by_the_command(capsys: pytest.CaptureFixtu
 def test_a_mixture_of_examples() -> None:
     Path("more.jsonl").write_text(Path("rows.jsonl").read_text().replace("xxx", "yyy"))
     sources = [f"data.mixture.{name}.source={name}.jsonl" for name in ("rows", "more")]
-    usual = ["data.samples=supervised", "data.validation_fraction=0"]
+    usual = ["data.sample_format=supervised", "data.validation_fraction=0"]
     chosen = config(*usual, *sources)
     loaded = load_sources(chosen, ByteTokenizer())
     training, _ = build_batches(chosen, ByteTokenizer(), loaded)
@@ -191,23 +209,23 @@ def test_no_example_is_short_enough() -> None:
     with pytest.raises(DataError) as refused:
         build_batches(chosen, ByteTokenizer(), sources)
     assert str(refused.value) == (
-        "data.source=rows.jsonl has no example that train.sequence_length=4 has room for, as all "
-        "20 are longer: expected a larger one"
+        "data.source=rows.jsonl has no example of at most train.sequence_length=4 tokens: all "
+        "20 are longer: expected a larger train.sequence_length"
     )
 
 
 LONG = (
-    "has no example that train.sequence_length=16 has room for, as its only one is longer: "
-    "expected a larger one"
+    "has no example of at most train.sequence_length=16 tokens: its only one is longer: "
+    "expected a larger train.sequence_length"
 )
 SHORT = (
     "has 1 token from position 100 to 101, but one sample needs 2 (train.sequence_length=16): use "
     "more text"
 )
 WHOLE = (
-    "has no whole document, as its only one with tokens is divided by "
-    "data.validation_fraction, and data.samples=packed takes whole ones: "
-    "expected data.validation.NAME, or data.validation_fraction=0"
+    "has no complete document: data.validation_fraction divides the only one with tokens, but "
+    "data.sample_format=packed needs complete documents: expected data.validation.NAME, or "
+    "data.validation_fraction=0"
 )
 HALF = "data.validation_fraction=0.5"
 MORE = ", or a larger data.validation_fraction, or data.validation.NAME"
@@ -219,31 +237,31 @@ MIXED = ["data.mixture.a.source=rows.jsonl", "data.mixture.b.source=one.jsonl"]
     [
         (
             [*SUPERVISED, "data.source=two.jsonl", HALF],
-            f"what {HALF} holds out of data.source=two.jsonl {LONG}{MORE}",
+            f"the validation part of data.source=two.jsonl ({HALF}) {LONG}{MORE}",
         ),
         (
             [*SUPERVISED, "data.validation.new=one.jsonl"],
             f"data.validation.new=one.jsonl {LONG}",
         ),
         (
-            ["data.samples=supervised", "data.validation_fraction=0", *MIXED],
+            ["data.sample_format=supervised", "data.validation_fraction=0", *MIXED],
             f"data.mixture.b.source=one.jsonl {LONG}",
         ),
-        (["data.source=t", "data.samples=packed"], f"data.source=t {WHOLE}"),
+        (["data.source=t", "data.sample_format=packed"], f"data.source=t {WHOLE}"),
         (
             ["data.source=t2", "data.split=1,1"],
             f"the validation part of data.source=t2 (data.split=1,1) {SHORT}",
         ),
         (
-            ["data.source=t2", "data.samples=megatron", HALF],
-            f"what {HALF} holds out of data.source=t2 {SHORT}{MORE}",
+            ["data.source=t2", "data.sample_format=megatron", HALF],
+            f"the validation part of data.source=t2 ({HALF}) {SHORT}{MORE}",
         ),
     ],
 )
 def test_a_source_that_is_too_short_has_the_name_that_the_user_gave_it(
     given: list[str], line: str
 ) -> None:
-    """Its file in the cache says nothing to him."""
+    """The user does not know the name of its file in the cache."""
     rows = [json.dumps({"prompt": "p", "completion": "x" * n}) for n in (3, 30)]
     held_out = HeldOut(0.5, 2)(0, 2).tolist()
     assert sorted(held_out) == [False, True]

@@ -30,8 +30,8 @@ EOD = 256
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token files `a`, `b` and `c` of 40, 20 and 10 documents of 10 tokens, all of one letter; and
-    texts `t.jsonl`."""
+    """Write token files `a`, `b` and `c` of 40, 20 and 10 documents of 10 tokens, all of one
+    letter; and texts `t.jsonl`."""
     monkeypatch.chdir(tmp_path)
     for name, documents in (("a", 40), ("b", 20), ("c", 10)):
         with TokenWriter(Path(name), token_type(257), 257) as writer:
@@ -58,7 +58,7 @@ def labels(batches: Batches) -> list[int]:
 
 
 def mixed(*given: str) -> Batches:
-    """All of them, with nothing held out."""
+    """Return the batches of all sources, with nothing held out."""
     named = (f"data.mixture.{name}.source={name}" for name in "abc")
     return made("data.validation_fraction=0", *named, *given)[0]
 
@@ -90,7 +90,7 @@ def test_a_split_that_leaves_nothing_is_refused(split: str, words: str) -> None:
 
 
 def test_sources_that_are_validated_on_are_whole() -> None:
-    """And nothing of what is trained on is held out."""
+    """Nothing is held out of sources that are trained on."""
     train, held_out = made(
         *("data.source=a", "data.validation.one=b", "data.validation.texts=t.jsonl"),
         *("data.test.two=c", "data.cache=cache"),
@@ -131,7 +131,7 @@ def test_a_mixture_takes_from_its_sources() -> None:
 
 
 def test_weights_are_sizes_by_default() -> None:
-    """Of whole samples: 49, 24 and 12."""
+    """The sizes are numbers of whole samples: 49, 24 and 12."""
     assert mixed().taken(850) == pytest.approx([490, 240, 120], abs=2)
     assert mixed("data.temperature=2").taken(1000) == pytest.approx(
         [1000 * n**0.5 / (49**0.5 + 24**0.5 + 12**0.5) for n in (49, 24, 12)], abs=2
@@ -216,7 +216,7 @@ def test_what_was_dealt_stays_dealt_when_the_recipe_changes(changed: list[str]) 
 
 
 def test_weights_that_change_later_do_so_at_their_step() -> None:
-    """Of batches of 4, and of 8 from step 5 on, where 20 samples are behind."""
+    """Five batches of 4 take 20 samples; from step 5 on batches are of 8."""
     plan = [
         *("data.mixture.a.source=a", "data.mixture.a.weight=[[0, 1], [7, 0]]"),
         *("data.mixture.b.source=b", "data.mixture.b.weight=[[0, 0], [7, 1]]", "train.steps=9"),
@@ -236,19 +236,19 @@ def test_a_mixture_that_does_not_last_from_here_on() -> None:
 
 
 def test_megatrons_order_is_that_of_the_beginning() -> None:
-    given = ["data.source=a", "data.samples=megatron", "train.global_batch=8"]
+    given = ["data.source=a", "data.sample_format=megatron", "train.global_batch=8"]
     first = continued(ConsumedData(), *given, "train.steps=30")
     shorter = continued(ConsumedData(10, 80, first.order), *given, "train.steps=20")
     numbers = range(80, 160)
     assert (shorter.rows(numbers).tokens == first.rows(numbers).tokens).all()
     assert dealt(shorter, numbers) == dealt(first, numbers)
-    with pytest.raises(DataError, match="was made for 240 samples, which its length decides, and"):
+    with pytest.raises(DataError, match="has 240 samples, fixed at its first start, but"):
         continued(ConsumedData(10, 80, first.order), *given, "train.steps=31")
 
 
 def test_how_much_is_padding_is_told() -> None:
     (line,) = continued(
-        ConsumedData(), "data.source=a", "data.samples=packed", "train.sequence_length=7"
+        ConsumedData(), "data.source=a", "data.sample_format=packed", "train.sequence_length=7"
     ).notes()
     assert line == "packed 54 samples, of whose positions 4.76% are padding"
     assert list(continued(ConsumedData(), "data.source=a").notes()) == []
@@ -304,7 +304,7 @@ def test_a_digest_follows_what_is_trained_on() -> None:
         ),
         (
             ["data.source=a", "data.split=9,1", "data.validation.x=b"],
-            "data.split=9,1 and data.validation: expected one of them",
+            "data.split=9,1 and data.validation both define",
         ),
         (
             ["data.source=t.jsonl", "data.split=9,1"],
@@ -335,8 +335,8 @@ def test_a_digest_follows_what_is_trained_on() -> None:
             "data.subset=x has no effect with data.mixture: expected null, and data.mixture.NAME.s",
         ),
         (
-            ["data.mixture.x.source=a", "data.samples=megatron", "data.temperature=2"],
-            "data.temperature=2.0 has no effect with data.samples=megatron, wh",
+            ["data.mixture.x.source=a", "data.sample_format=megatron", "data.temperature=2"],
+            "data.temperature=2.0 has no effect with data.sample_format=megatron, wh",
         ),
         (
             ["data.source=a", "data.split=0,0"],
@@ -360,7 +360,7 @@ def test_keys_that_do_not_go_together(given: list[str], words: str) -> None:
 
 def test_indices_of_a_token_file_are_kept_in_the_cache() -> None:
     for samples in ("packed", "megatron"):
-        made("data.source=a", f"data.samples={samples}", f"data.cache={samples}")
+        made("data.source=a", f"data.sample_format={samples}", f"data.cache={samples}")
         assert list(Path(samples).iterdir())
     made("data.source=a", "data.cache=x")  # taken as well, where there is nothing to keep
     assert not Path("x").exists()
@@ -378,7 +378,7 @@ def test_the_sources_of_a_run_share_the_room_for_arrays_that_are_held(
 ) -> None:
     def arrays() -> list[StoredArray]:
         found = []
-        for source in mixed(f"data.samples={samples}").sources:
+        for source in mixed(f"data.sample_format={samples}").sources:
             if isinstance(source.dataset, PackedDataset):
                 found += source.dataset.packing
             else:
@@ -386,9 +386,9 @@ def test_the_sources_of_a_run_share_the_room_for_arrays_that_are_held(
                 found += [source.dataset.file.offsets, *vars(source.dataset.indices).values()]
         return found
 
-    assert all(array.held for array in arrays())
+    assert all(array.is_in_memory for array in arrays())
     room = sum(array.nbytes for array in arrays()) - 1
     monkeypatch.setattr(build, "MemoryBudget", partial(MemoryBudget, together=room))
     *first, last = arrays()
-    assert all(array.held for array in first)
-    assert not last.held
+    assert all(array.is_in_memory for array in first)
+    assert not last.is_in_memory

@@ -47,7 +47,7 @@ def cut(path: Path) -> None:
 
 
 def overwrite(path: Path) -> None:
-    """Other numbers, of the same size, behind the first block."""
+    """Write other numbers, of the same size, behind the first block."""
     with open(path, "r+b") as file:
         file.seek(BLOCK)
         content = file.read()
@@ -108,7 +108,7 @@ def test_the_sequences_of_a_token_file(tmp_path: Path, checked: bool) -> None:
             assert starts == begins[numbers].tolist()
             assert counts == lengths[numbers].tolist()
         for wrong in (-1, ROWS):
-            with pytest.raises(DataError, match=r"x\.idx is damaged: a document of sequences"):
+            with pytest.raises(DataError, match=r"x\.idx is damaged: a document has sequences"):
                 file.spans(np.array([3, wrong]))
         file.offsets.hold()
 
@@ -122,7 +122,7 @@ def test_small_arrays_are_held_as_long_as_there_is_room(tmp_path: Path) -> None:
         found = stored(tmp_path / name, values, checked=False)
         room.hold([found, found])
         os.truncate(tmp_path / name, 10)
-        if not found.held:
+        if not found.is_in_memory:
             with pytest.raises(DataError):
                 found[:]
             return False
@@ -141,8 +141,8 @@ def test_small_arrays_are_held_as_long_as_there_is_room(tmp_path: Path) -> None:
 def test_an_index_of_a_token_file(
     tmp_path: Path, name: str, damage: Callable[[Path], None], before: bool, checked: bool
 ) -> None:
-    """Of one without checksums it is seen that it is cut; what is written over it is not known
-    from what others wrote, unless it is out of place."""
+    """Without checksums an index that is cut is noticed; one that is overwritten is noticed only if
+    a value is out of place."""
     path = idx_of(written(tmp_path / "x", checked=checked))
     file = None if before else TokenFile(tmp_path / "x")
     damage(path)
@@ -178,7 +178,7 @@ def test_a_header_that_is_overwritten(tmp_path: Path) -> None:
     prefix = written(tmp_path / "x", checked=True)
     with open(idx_of(prefix), "r+b") as file:
         file.write(Header(np.dtype("<i2"), ROWS, ROWS + 1).pack())
-    with pytest.raises(DataError, match=r"x\.idx is damaged: bytes 0 to 65536 are not"):
+    with pytest.raises(DataError, match=r"x\.idx is damaged: bytes 0 to 65536 do not"):
         TokenFile(prefix)
 
 
@@ -188,7 +188,7 @@ BLEND = ("dataset_index", "dataset_sample_index")
 
 
 def sampled(name: str, folder: Path, room: MemoryBudget | None = None) -> Callable[[], object]:
-    """Opens what has an array of that name, and reads samples by it; with room it is held."""
+    """Return a function that reads samples by the array of this name; with `room`, from memory."""
     file, cache = TokenFile(folder / "x"), folder / "cache"
     if name in BLEND:
         blend = Blend(open_blend(BlendSizes.weighted([0.3, 0.7], 4 * ROWS), cache), 2)
@@ -213,7 +213,7 @@ def test_a_cached_index(
     damage: Callable[[Path], None],
     before: bool,
 ) -> None:
-    """Of which nothing is held."""
+    """None of it is in memory."""
     written(tmp_path / "x")
     read = sampled(name, tmp_path)
     read()

@@ -29,7 +29,7 @@ def test_bytes_decode_what_a_model_may_say() -> None:
 
 
 def test_a_lone_surrogate_is_read_as_a_question_mark(bpe_file: Path) -> None:
-    """As of bytes."""
+    """All tokenizers read it as the byte tokenizer does."""
     fast = load_tokenizer(str(bpe_file))
     text, plain = "a \ud83d b \ude42\udcff", "a ? b ??"
     for tokenizer in (ByteTokenizer(), fast, of_transformers(ByT5Tokenizer(), "byt5")):
@@ -189,7 +189,7 @@ ENCODING_CONSTRUCTORS = {"tiny": tiny, "endless": endless}
 
 @pytest.fixture
 def tiktoken_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encodings that need no network, as tiktoken's plug-ins give them."""
+    """Install encodings that need no network, as tiktoken's plug-ins give them."""
     tiktoken = pytest.importorskip("tiktoken")
     (tmp_path / "tiktoken_ext").mkdir()
     (tmp_path / "tiktoken_ext" / "of_this_test.py").write_text(TINY)

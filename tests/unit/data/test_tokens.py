@@ -144,7 +144,7 @@ def test_swapped_files(tmp_path: Path) -> None:
     (tmp_path / "x.bin").rename(tmp_path / "y")
     (tmp_path / "x.idx").rename(tmp_path / "x.bin")
     (tmp_path / "y").rename(tmp_path / "x.idx")
-    refused(prefix, "no token index: it does not start with MMIDIDX")
+    refused(prefix, "is not a token index: it does not start with MMIDIDX")
 
 
 def test_tokens_of_another_corpus(tmp_path: Path) -> None:

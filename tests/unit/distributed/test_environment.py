@@ -32,7 +32,7 @@ def test_defaults() -> None:
 
 
 def test_kernels_of_all_communicators_start_in_order_if_the_driver_knows_when_they_do() -> None:
-    """Where it does not, NCCL would have each wait for the end of the one before."""
+    """Otherwise NCCL would have each kernel wait for the end of the one before."""
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     for driver, found in ((0, None), (12020, None), (12030, "1"), (13000, "1")):
         assert made({}, driver=driver).get(name) == found
@@ -49,7 +49,7 @@ def test_one_queue_is_refused_where_messages_are_sent() -> None:
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     made(one, messages=False)
     made({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    with pytest.raises(LaunchError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 makes .*: expected 32"):
+    with pytest.raises(LaunchError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 puts .*: expected 32"):
         made(one)
 
 
@@ -72,7 +72,7 @@ def test_a_mesh_sets_them_and_tells_which_come_too_late(monkeypatch: pytest.Monk
     environ: dict[str, str] = {"CUDA_MODULE_LOADING": "LAZY"}
     monkeypatch.setattr(mesh.os, "environ", environ)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.warns(UserWarning, match="CUDA was in use before") as told:
+    with pytest.warns(UserWarning, match="CUDA was initialized before") as told:
         mesh._set_environment(sends_messages=True)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=32 PYTORCH_ALLOC_CONF=" in str(told[0].message)
     assert "KINETO" not in str(told[0].message)

@@ -17,7 +17,7 @@ LARGEST = 16384
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Any grid of at most LARGEST processes."""
+    """Draw any grid of at most LARGEST processes."""
     sizes, left = {}, LARGEST
     for axis in draw(st.permutations(AXES)):
         sizes[axis] = draw(st.integers(1, left) | st.integers(1, min(left, 8)))

@@ -47,7 +47,7 @@ from tests.parity.group_order import Made, check_all_are_made, groups_made
 
 
 class Job(NamedTuple):
-    """What decides which groups its processes make."""
+    """What decides which groups the processes of a job make."""
 
     grid: Grid
     placement: Placement
@@ -107,7 +107,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @contextmanager
 def alone(grid: Grid, rank: int) -> Iterator[ParallelMesh]:
-    """The mesh of a process whose groups connect nothing."""
+    """Yield the mesh of a process whose groups connect nothing."""
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     try:
         yield ParallelMesh(grid, device=torch.device("cpu"), timeout_s=60.0)
@@ -122,7 +122,7 @@ class Family(NamedTuple):
     dtype: str = "fp32"
 
     def parameters(self, stage: int) -> Iterator[ParameterSpec]:
-        """One, that of experts, and the word embedding at both ends."""
+        """Yield one parameter, one of experts, and the word embedding at both ends."""
         job = self.job
         last = job.placement.stages - 1
         word = ParameterSpec(name="word", shape=(2, 2), tied=job.tied)
@@ -141,10 +141,11 @@ SIZES = ("pp", "dp", "cp", "tp", "ep", "etp", "ranks_per_node")
 
 
 def settled(job: Job) -> tuple[Config, Layout]:
-    """The configuration and the layout of a job, of which stages are numbers."""
-    moe: dict[str, Any] = {} if job.experts is None else {"experts": 2 * job.grid.ep}
+    """Return the configuration and the layout of a job whose stages are numbers."""
+    moe: dict[str, Any] = {} if job.experts is None else {"num_experts": 2 * job.grid.ep}
     model = {"moe": moe, "dtype": "fp32"}
-    config = Config.model_validate({"model": model, "optimizer": {"shard_size": job.shard_size}})
+    optimizer = {"shard_group_size": job.shard_size}
+    config = Config.model_validate({"model": model, "optimizer": optimizer})
     grid, plan = job.grid, ring(job.split.ring)
     stages: Any = tuple(range(job.placement.stages))
     family: Any = Family(job)
@@ -163,7 +164,7 @@ def settled(job: Job) -> tuple[Config, Layout]:
 def module_of(
     specs: Iterable[ParameterSpec], grid: Grid, config: Config, mesh: ParallelMesh
 ) -> nn.Module:
-    """A module of these parameters; the groups of experts are made for it."""
+    """Build a module of these parameters; the groups of experts are made for it."""
     sharding = make_sharding(config, mesh, Kernels())
     module = nn.Module()
     for number, spec in enumerate(specs):
@@ -178,8 +179,8 @@ def module_of(
 
 
 def made_by(job: Job, rank: int) -> list[Made]:
-    """The groups of a process, in order: axes, those for attention, channels, those of experts and
-    of buckets."""
+    """Return the groups of a process, in order: axes, those for attention, channels, those of
+    experts and of buckets."""
     placement = job.placement
     with alone(job.grid, rank) as mesh:
         config, layout = settled(job)
@@ -200,7 +201,7 @@ HOPS = Job(
     experts=frozenset({0, 1}),
     split=PositionSplit(2, 1),
 )
-"""Of tokens over two nodes, and a group of experts that is no axis: rarely drawn."""
+"""A job with tokens over two nodes, and a group of experts that is no axis: rarely drawn."""
 
 
 @settings(max_examples=15)
@@ -211,7 +212,7 @@ def test_every_group_is_made(job: Job) -> None:
 
 
 def test_who_waits_for_the_members_of_a_group_says_so() -> None:
-    """For each of them, in its journal: one may be gone."""
+    """The journal has each member by itself: one may be gone."""
     waits: list[tuple[int, ...]] = []
     helper = dist.distributed_c10d._new_process_group_helper
 
@@ -234,7 +235,7 @@ CHAIN = Job(Grid(pp=3), loop(3))
 
 
 def test_names_that_count_all_groups_are_noticed() -> None:
-    """Of three in a chain the one in the middle makes more: what torch's own names stumble over."""
+    """The middle one of three ranks in a chain makes more groups: torch's own names then differ."""
 
     def as_torch(ranks: Sequence[int], twins: int) -> str:
         return f"{ranks} {len(dist.distributed_c10d._world.pg_names)}"

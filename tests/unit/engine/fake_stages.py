@@ -16,11 +16,9 @@ Key = tuple[int, int]
 
 
 class FakeStage:
-    """Passes on what it gets, plus one; a log has a line such as ``2F1.1=23`` for each op.
-
-    A forward starts from the micro-batch itself, a number; a backward from 100 x micro-batch +
-    10 x slice.
-    """
+    """A stage that passes on what it gets, plus one; a log has a line such as ``2F1.1=23`` for each
+    op. A forward starts from the micro-batch itself, a number; a backward from 100 x micro-batch +
+    10 x slice."""
 
     def __init__(self, stage: int, stages: int, log: list[str]) -> None:
         self.stage, self.log = stage, log
@@ -60,12 +58,12 @@ class FakeStage:
 
 
 def name(stage: int, kind: str, key: Key) -> str:
-    """As an op is written."""
+    """Return the name of an operation, as an op is written."""
     return f"{stage}{kind}{key[0]}" + (f".{key[1]}" if key[1] else "")
 
 
 def microbatches_of(schedule: Schedule) -> Any:
-    """Numbers for micro-batches: 1000 x (micro-batch + 1) + 100 x slice."""
+    """Return numbers for micro-batches: 1000 x (micro-batch + 1) + 100 x slice."""
     return {
         (microbatch, part): 1000.0 * (microbatch + 1) + 100.0 * part
         for microbatch in range(schedule.microbatches)
@@ -74,7 +72,7 @@ def microbatches_of(schedule: Schedule) -> Any:
 
 
 def lines(schedule: Schedule, rank: int) -> list[str]:
-    """What the log of a rank has to be: its list in order, each op with what it depends on."""
+    """Return the log that a rank must have: its ops in order, each with what it depends on."""
     result = []
     last = schedule.placement.stages - 1
     for op in schedule.rank_ops(rank):
@@ -95,7 +93,7 @@ def lines(schedule: Schedule, rank: int) -> list[str]:
 def fake_executors(
     schedule: Schedule, *, train: bool, recorder: Any = None
 ) -> tuple[list[Executor], list[list[str]]]:
-    """Executors of all ranks on queues in this process, and their logs by rank."""
+    """Make executors of all ranks on queues in this process; return them and their logs by rank."""
     placement = schedule.placement
     logs: list[list[str]] = [[] for _ in range(placement.ranks)]
     executors = []
@@ -112,7 +110,7 @@ def fake_executors(
 
 
 def scalar(message: Op) -> tuple[int, ...]:
-    """The shape of the messages of fake stages."""
+    """Return the shape of the messages of fake stages."""
     return ()
 
 

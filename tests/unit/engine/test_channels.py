@@ -26,7 +26,7 @@ from tests.parity.messages import ANSWERS, FORWARD, expected, tensor_of
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_let_go_in_debug_mode_is_nan_in_every_type(dtype: torch.dtype) -> None:
-    """Also where messages of several tensors are bytes."""
+    """So it is where messages of several tensors are bytes."""
     assert _spoil(torch.zeros(4, dtype=dtype)).isnan().all()
     assert _spoil(torch.zeros(32, dtype=torch.uint8)).view(dtype).isnan().all()
 
@@ -119,11 +119,11 @@ def test_a_send_is_not_waited_for_before_it_is_acknowledged(kind: type[_Outgoing
     assert [work.waits for work in works] == [1, 1, 1, 0]
     line.finish()
     assert [work.waits for work in works] == [1, 1, 1, 1]
-    assert not line.under_way
+    assert not line.in_flight
 
 
 class FakeLine(CommCounter):
-    """Notes which exchanges are waited for."""
+    """A channel that notes which exchanges are waited for."""
 
     def __init__(self) -> None:
         super().__init__(Journal(), 0)
@@ -155,7 +155,7 @@ def test_where_sends_can_be_asked_they_are_let_go_as_they_complete() -> None:
     works[0].completed = works[2].completed = True
     line.send(FORWARD[3], tensor_of(FORWARD[3]))
     assert [work.waits for work in works] == [1, 0, 0, 0], "the oldest first, in order"
-    assert len(line.under_way) == 3
+    assert len(line.in_flight) == 3
     line.acknowledge(2)
     assert [work.waits for work in works] == [1, 1, 0, 0], "one of the two was let go before"
     line.finish()
@@ -167,7 +167,7 @@ def test_without_asking_a_completed_send_is_kept() -> None:
     line.send(FORWARD[0], tensor_of(FORWARD[0]))
     works[0].completed = True
     line.send(FORWARD[1], tensor_of(FORWARD[1]))
-    assert len(line.under_way) == 2
+    assert len(line.in_flight) == 2
 
 
 def test_what_is_set_aside_is_acknowledged_to_who_takes_it_back() -> None:

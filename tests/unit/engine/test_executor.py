@@ -19,7 +19,7 @@ from tests.unit.engine.fake_stages import FakeStage, fake_executors, microbatche
 
 
 def test_the_crossed_schedule_consumes_out_of_order() -> None:
-    """Its second rank receives three micro-batches before it uses the first of them."""
+    """The second rank receives three micro-batches before it uses the first of them."""
     actions = lower(crossed())[1].actions
     start = [(action.do, action.microbatch) for action in actions[:4]]
     assert start == [

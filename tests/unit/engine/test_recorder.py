@@ -21,12 +21,12 @@ from megapipe.engine.recorder import (
     timeline,
 )
 from megapipe.errors import ScheduleError
+from megapipe.schedule.async_schedules.excerpt import Excerpt, excerpt
+from megapipe.schedule.async_schedules.load import load_async_schedule
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build, forward_only, names
 from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import loop
-from megapipe.schedule.streams.excerpt import Excerpt, excerpt
-from megapipe.schedule.streams.load import load_stream
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.simulate import Timeline, simulate
 from tests.unit.engine.fake_stages import fake_executors, microbatches_of
@@ -36,7 +36,7 @@ UNEVEN = Cost(F=(1, 2, 4, 1), I=(2, 2, 3, 5), W=(1, 3, 1, 2))
 
 
 def records_of(predicted: Timeline) -> list[Record]:
-    """What recorders would have seen of a simulated step; every rank began at another time."""
+    """Return the records of a simulated step in which every rank began at another time."""
     schedule = predicted.schedule
     table = predicted.cost.table(schedule.placement.stages)
     records = []
@@ -57,7 +57,7 @@ def records_of(predicted: Timeline) -> list[Record]:
 
 
 def schedules() -> list[Schedule]:
-    """One of each that is registered, on four ranks."""
+    """Build each registered schedule on four ranks."""
     result = []
     for name in names():
         try:
@@ -69,7 +69,7 @@ def schedules() -> list[Schedule]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the clock of the recorders shows: the last entry."""
+    """Return the readings of the recorders' clock, which shows the last one."""
     now = [0.0]
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
     return now
@@ -149,9 +149,9 @@ def test_ranks_of_another_host_are_aligned_by_the_earliest() -> None:
 
 
 def windows() -> tuple[Excerpt, list[Record]]:
-    """Three windows of a stream, and what recorders would have seen of them: micro-batches count
-    from the window in which an operation ran."""
-    stream = load_stream("1f1b", "double_buffer", ranks=3, microbatches=4)
+    """Return three windows of a no-flush schedule and what recorders would have seen of them:
+    micro-batches count from the window in which an operation ran."""
+    stream = load_async_schedule("1f1b", "double_buffer", ranks=3, microbatches=4)
     cut = excerpt(stream, 1000, 499, 501)
     predicted = cut.simulated(Cost(F=3, I=2, W=2, update=1))
     records = []
@@ -168,7 +168,7 @@ def windows() -> tuple[Excerpt, list[Record]]:
 
 
 def test_windows_of_a_stream_that_ran() -> None:
-    """With the forwards that were in flight, at the beginning."""
+    """They have the forwards that were in flight at the beginning."""
     cut, records = windows()
     predicted = cut.simulated(Cost(F=3, I=2, W=2, update=1))
     measured = stream_timeline(cut, records, [0, 0, 0])
@@ -265,7 +265,7 @@ def test_a_stage_without_records_is_named() -> None:
     predicted = simulate(build("1f1b", ranks=2, microbatches=2))
     with pytest.raises(
         ScheduleError,
-        match=r"^schedule 1f1b: no forward of stage 1 was recorded; give the records of all ranks$",
+        match=r"^schedule 1f1b: no forward of stage 1 was recorded: pass the records of all ranks$",
     ):
         measured_cost(predicted.schedule, records_of(predicted)[:1])
 

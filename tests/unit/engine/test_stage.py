@@ -77,7 +77,7 @@ def test_evaluation_builds_no_graph_and_has_no_dropout() -> None:
 
 @pytest.mark.parametrize("back", [None, 2])
 def test_what_is_set_aside_goes_on_where_it_was(back: int | None) -> None:
-    """By the same numbers, or those of a window later."""
+    """Micro-batches keep their numbers, or take those of a window later."""
     stage, bucket = new_stage(CONFIG.model, PARAMS)
     stage.forward((3, 0), None, MB)
     kept = stage.suspend_in_flight()

@@ -15,7 +15,7 @@ from megapipe.config.config import Config
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.activations import block_policies, uniform_recompute
 from megapipe.layout.costs import stage_work
-from megapipe.layout.family import model_spec_of
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.model.partition import parse_layout
 from tests.parity import reference
@@ -27,8 +27,8 @@ ROWS, LENGTH = 2, 8
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "keep": {},
     "full": {"policy": "full"},
-    "pairs": {"policy": "full", "span": 2},
-    "some": {"policy": "full", "blocks": 1},
+    "pairs": {"policy": "full", "blocks_per_recompute": 2},
+    "some": {"policy": "full", "num_blocks": 1},
     "attention": {"policy": "selective", "modules": ["attention"]},
     "norm": {"policy": "selective", "modules": ["norm", "mlp_activation"]},
     "stage": {"policy": "stage"},
@@ -36,7 +36,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Products(TorchDispatchMode):
-    """Counts the FLOPs of matrix products; of attention whole scores, twice in the backward."""
+    """A counter of the FLOPs of GEMMs; attention has whole scores, twice in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_counted(kind: str, policy: str, chunk: int) -> None:
     config = config.model_copy(
         update={
             "activations": config.activations.model_copy(update=POLICIES[policy]),
-            "kernels": config.kernels.model_copy(update={"loss_chunk": chunk}),
+            "kernels": config.kernels.model_copy(update={"loss_chunk_tokens": chunk}),
             "train": config.train.model_copy(update={"sequence_length": LENGTH}),
         }
     )
@@ -107,7 +107,7 @@ def known(size: int | None) -> int:
 
 
 def settle(*overrides: str) -> tuple[Config, tuple[int, ...]]:
-    """A configuration, and the work of its stages."""
+    """Return a configuration and the work of its stages."""
     config, layout = resolve(parse(list(overrides)).config, None, None)
     F, B, _, _, R, *_ = layout.cost.table(layout.stages)
     return config, tuple(sum(each) for each in zip(F, B, R, strict=True))
@@ -115,7 +115,7 @@ def settle(*overrides: str) -> tuple[Config, tuple[int, ...]]:
 
 def test_of_the_whole_model() -> None:
     """Three times the forward, whatever the stages and however the loss is computed."""
-    for extra in ((), ("kernels.loss_chunk=0",), ("parallel.pp=4",)):
+    for extra in ((), ("kernels.loss_chunk_tokens=0",), ("parallel.pp=4",)):
         config, work = settle("model.vocab_size=512", *extra)
         assert sum(work) == token_flops(config.model, config.train.sequence_length)
 
@@ -130,9 +130,9 @@ def test_parts_make_stages(policy: str, loss_chunk: int) -> None:
         "model.layers=9",
         "parallel.pp=4",
         "model.vocab_size=512",
-        "pipeline.layout=[2, 2, 2, 3]",
+        "pipeline.stage_layout=[2, 2, 2, 3]",
         f"activations.policy={policy}",
-        f"kernels.loss_chunk={loss_chunk}",
+        f"kernels.loss_chunk_tokens={loss_chunk}",
     )
     costs = model_spec_of(config).unit_costs(uniform_recompute(config.activations))
     embedding, layer, head = costs[0], costs[1], costs[-1]

@@ -26,7 +26,7 @@ def microbatch(index: int) -> MicroBatch:
 
 
 def run(*, recompute: bool, ahead: tuple[int, ...] = ()) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two micro-batches through two stages; `ahead`: those with an R at every stage."""
+    """Run two micro-batches through two stages; those of `ahead` have an R at every stage."""
     stages, buckets = new_pipeline(MODEL, PARAMS, (1, 2), recompute=recompute)
     x: Tensor | None
     for i in range(2):
@@ -111,7 +111,7 @@ def test_only_the_graph_is_made_again() -> None:
     stage, _ = new_stage(MODEL, PARAMS, recompute=True)
     seen: list[object] = []
     stage.module.register_forward_pre_hook(
-        lambda module, given, named: seen.append(named.get("graph_only", False)), with_kwargs=True
+        lambda module, given, named: seen.append(named.get("skip_output", False)), with_kwargs=True
     )
     for number in range(2):
         stage.forward((number, 0), None, microbatch(number))

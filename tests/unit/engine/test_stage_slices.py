@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.engine.stage import Stage
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.policy import BlockPolicy, BlockSpan
 from megapipe.layers.rng import seed_of
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
@@ -30,7 +30,7 @@ def model_of(kind: str, kv_heads: int | None, dropout: float = 0.0) -> ModelConf
 
 
 def batches(model: ModelConfig, count: int) -> list[MicroBatch]:
-    """Micro-batches of two sequences each, with one denominator."""
+    """Draw micro-batches of two sequences each, with one denominator."""
     rows = [reference.random_batch(model, 2, LENGTH, seed=i, masked=0.3) for i in range(count)]
     total = sum(int(mask.sum()) for _, _, mask in rows)
     return [

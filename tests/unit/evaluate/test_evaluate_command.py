@@ -28,7 +28,7 @@ COMMANDS = [shlex.split(line) for line in SHELL.splitlines() if "scripts/" in li
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs as the page names them, with texts and questions."""
+    """Write runs as the page names them, with texts and questions."""
     path = tmp_path_factory.mktemp("page")
     model = make_config(vocab=300, dtype="fp32").model.model_copy(
         update={"max_positions": 96, "dropout": 0.0}
@@ -54,14 +54,14 @@ def test_commands_of_the_page_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Those of several processes and of tasks on the hub are parsed alone."""
+    """Commands for several processes, and those for tasks on the hub, are only parsed."""
     monkeypatch.chdir(folder)
     at = next(i for i, word in enumerate(command) if word.startswith("scripts/"))
     writes, given = command[at] == "scripts/generate.py", command[at + 1 :]
     if "megapipe.launch" in command or given[0] == "harness":
         (generate_parser() if writes else evaluate_parser()).parse_args(given)
         return
-    assert (generate([*given, "--tokens", "3"]) if writes else main(given)) == 0
+    assert (generate([*given, "--max-new-tokens", "3"]) if writes else main(given)) == 0
     shown = capsys.readouterr()
     assert shown.out.strip()
     assert shown.err == ""
@@ -85,7 +85,7 @@ def test_rows_and_surrogates_are_told_beside_the_result(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a tokenizer that takes no lone surrogate."""
+    """The tokenizer takes no lone surrogate."""
     monkeypatch.chdir(tmp_path)
     run = str(folder / "runs/chat")
     rows = [{"text": "a \ud83d\ude42\ud83d"}, {"text": None}, {"text": ""}, {"body": 1}]
@@ -97,11 +97,11 @@ def test_rows_and_surrogates_are_told_beside_the_result(
     told = capsys.readouterr()
     assert json.loads(told.out)["documents"] == 1
     assert told.err.splitlines() == [
-        "megapipe: 1 of 4 rows of rows.jsonl is left out: no field 'text' (data.text_field)",
-        f"megapipe: 2 of 4 rows of rows.jsonl are left out: no text in {FIELD}",
+        "megapipe: 1 of 4 rows of rows.jsonl is skipped: no field 'text' (data.text_field)",
+        f"megapipe: 2 of 4 rows of rows.jsonl are skipped: no text in {FIELD}",
         f"megapipe: 1 lone surrogate in rows.jsonl {surrogates}",
     ]
-    assert main(["choices", run, "--data", "questions.jsonl"]) == 0
+    assert main(["multiple-choice", run, "--data", "questions.jsonl"]) == 0
     told = capsys.readouterr()
     assert told.err == f"megapipe: 2 lone surrogates in questions.jsonl {surrogates}\n"
     assert main(["perplexity", run, "--text", "a \udcff"]) == 0
@@ -143,8 +143,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["perplexity", RUN, "--text", "a", "--device", "tpu9"], 2, "--device tpu9: "),
     (["perplexity", "no_run", "--text", "a"], 5, "no_run: no such folder"),
     (["perplexity", RUN, "--txt", "a"], 2, "unrecognized arguments: --txt"),
-    (["choices", RUN, "--data", "missing"], 3, "missing: No such file"),
-    (["choices", RUN], 2, "--data"),
+    (["multiple-choice", RUN, "--data", "missing"], 3, "missing: No such file"),
+    (["multiple-choice", RUN], 2, "--data"),
     (["harness", RUN, "--tasks", "x", "--limit", "0"], 2, "--limit 0: expected at least 1"),
     (["harness", RUN, "--tasks", "x", "--include-path", "none"], 2, "none: no such folder"),
     (["scores"], 2, "invalid choice: 'scores'"),

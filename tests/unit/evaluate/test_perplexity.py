@@ -23,7 +23,7 @@ from megapipe.evaluate.scoring import ScoredRow, most_probable, scores
 from megapipe.evaluate.texts import Document, joined, of_source, of_texts
 from megapipe.inference import Model, load_model
 from tests.parity.converted import write_checkpoint
-from tests.parity.held_models import BYTES, held_model
+from tests.parity.in_memory_models import BYTES, held_model
 from tests.parity.reference import init_random
 from tests.unit.generate.checkpoints import make_config
 from tests.unit.model.transformers_models import in_double, model_of
@@ -33,7 +33,7 @@ TEXTS = ["Some text of a few words, ", "x", "and one with é and €."]
 
 
 def plain_nats(folder: Path, texts: list[str], context: int, stride: int) -> list[float]:
-    """The loss of each token, given those before it in its window, one window at a time."""
+    """Return the loss of each token, given those before it in its window, a window at a time."""
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     nats = []
     for text in texts:

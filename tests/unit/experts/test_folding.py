@@ -14,7 +14,7 @@ EXPERTS = 8
 
 
 def drawings() -> list[list[str]]:
-    """The lines of each, which stand side by side below their sizes."""
+    """Return the lines of each drawing; drawings stand side by side below their sizes."""
     _, _, after = PAGE.partition(f"With {EXPERTS} experts:\n\n")
     lines = after.partition("\n\n")[0].splitlines()
     starts = [found.start() for found in re.finditer(r"(?<=   )\S", lines[0])]

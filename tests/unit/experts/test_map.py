@@ -12,26 +12,26 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.experts.map import ExpertMap
-from megapipe.experts.rows import TokensPerExpert, destinations, evenly, tokens_per_rank
+from megapipe.experts.row_routing import TokensPerExpert, destinations, evenly, tokens_per_rank
 
 
 def drawn(seed: int) -> tuple[ExpertMap, TokensPerExpert, int]:
-    """A map with owners and copies anywhere, rows, and the ranks of a node."""
+    """Draw a map with owners and replicas anywhere, rows, and the number of ranks of a node."""
     draw = random.Random(seed)
     ranks, each, slots = draw.randint(1, 6), draw.randint(1, 3), draw.randint(0, 3)
     owners = [rank for rank in range(ranks) for _ in range(each)]
     draw.shuffle(owners)
-    copies = []
+    replicas = []
     for rank in range(ranks):
         others = [e for e, owner in enumerate(owners) if owner != rank]
-        copies.append(draw.sample(others, min(len(others), draw.randint(0, slots))))
-    found = ExpertMap(tuple(owners), ((),) * ranks, slots).with_replicas(copies)
+        replicas.append(draw.sample(others, min(len(others), draw.randint(0, slots))))
+    found = ExpertMap(tuple(owners), ((),) * ranks, slots).with_replicas(replicas)
     counts = [[draw.randint(0, 9) for _ in owners] for _ in range(ranks)]
     return found, counts, draw.randint(1, ranks)
 
 
 def test_rows_go_to_a_holder_as_near_as_there_is() -> None:
-    """To oneself, else on one's node, else anywhere; several holders take them in turns."""
+    """They go to the rank itself, else within its node, else anywhere; holders take turns."""
     assert destinations([2], 4, 4) == [2, 2, 2, 2]
     assert destinations([1, 2], 6, 6) == [1, 1, 2, 2, 1, 2], "ranks 0, 3, 4, 5 in turns"
     assert destinations([0, 5], 6, 2) == [0, 0, 0, 5, 5, 5], "ranks 2 and 3 have none on their node"
@@ -56,7 +56,7 @@ def test_every_row_reaches_one_holder(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_holders_take_equal_parts(seed: int) -> None:
-    """Of those to whom rows are dealt none has two ranks more than another."""
+    """No holder is dealt the rows of two ranks more than another holder."""
     draw = random.Random(seed)
     ranks = draw.randint(2, 12)
     holders = sorted(draw.sample(range(ranks), draw.randint(1, ranks)))
@@ -82,25 +82,25 @@ def test_maps_are_stored(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owners", "copies", "slots", "words"),
+    ("owners", "replicas", "slots", "words"),
     [
-        ((0, 0, 1), ((), ()), 0, "3 experts over 2 ranks: expected as many for each rank"),
-        ((), ((),), 0, "0 experts over 1 rank: expected"),
-        ((0,), (), 0, "1 expert over 0 ranks"),
+        ((0, 0, 1), ((), ()), 0, "3 experts cannot be split evenly over 2 ranks"),
+        ((), ((),), 0, "0 experts cannot be split evenly over 1 rank"),
+        ((0,), (), 0, "1 expert cannot be split evenly over 0 ranks"),
         ((0, 2), ((), ()), 0, "owner 2 of expert 1: expected a rank from 0 to 1"),
         ((0, -1), ((), ()), 0, "owner -1 of expert 1"),
-        ((0, 0), ((), ()), 0, "rank 0 owns 2 experts: expected 1, as all"),
-        ((0, 1), ((1,), ()), 0, "rank 0 has 1 copies: expected at most 0, its slots"),
-        ((0, 1), ((0,), ()), 1, "rank 0 has a copy of expert 0, which it owns"),
-        ((0, 1), ((2,), ()), 1, "copy of expert 2 on rank 0: expected one from 0 to 1"),
-        ((0, 1), ((), (-1,)), 1, "copy of expert -1 on rank 1"),
-        ((0, 1, 1, 0), ((2, 1), ()), 2, "copies [2, 1] of rank 0: expected each once, in order"),
-        ((0, 1, 1, 0), ((1, 1), ()), 2, "copies [1, 1] of rank 0: expected each once, in order"),
+        ((0, 0), ((), ()), 0, "rank 0 owns 2 experts: expected 1, as on every rank"),
+        ((0, 1), ((1,), ()), 0, "rank 0 has 1 replicas: expected at most 0, its slots"),
+        ((0, 1), ((0,), ()), 1, "rank 0 has a replica of expert 0, which it owns"),
+        ((0, 1), ((2,), ()), 1, "replica of expert 2 on rank 0: expected one from 0 to 1"),
+        ((0, 1), ((), (-1,)), 1, "replica of expert -1 on rank 1"),
+        ((0, 1, 1, 0), ((2, 1), ()), 2, "replicas [2, 1] of rank 0: expected each once, in order"),
+        ((0, 1, 1, 0), ((1, 1), ()), 2, "replicas [1, 1] of rank 0: expected each once, in order"),
     ],
 )
-def test_what_is_no_map(owners: Any, copies: Any, slots: int, words: str) -> None:
+def test_what_is_no_map(owners: Any, replicas: Any, slots: int, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        ExpertMap(owners, copies, slots)
+        ExpertMap(owners, replicas, slots)
     assert str(raised.value).startswith(words)
 
 
@@ -109,17 +109,17 @@ def test_what_is_no_map(owners: Any, copies: Any, slots: int, words: str) -> Non
     [
         None,
         [],
-        {"owners": [0], "copies": [[]]},
-        {"owners": [0], "copies": [[]], "slots": 0, "more": 1},
-        {"owners": [0.0], "copies": [[]], "slots": 0},
-        {"owners": [True], "copies": [[]], "slots": 0},
-        {"owners": [0], "copies": [0], "slots": 0},
-        {"owners": [0], "copies": {}, "slots": 0},
-        {"owners": [0], "copies": [[]], "slots": None},
+        {"owners": [0], "replicas": [[]]},
+        {"owners": [0], "replicas": [[]], "slots": 0, "more": 1},
+        {"owners": [0.0], "replicas": [[]], "slots": 0},
+        {"owners": [True], "replicas": [[]], "slots": 0},
+        {"owners": [0], "replicas": [0], "slots": 0},
+        {"owners": [0], "replicas": {}, "slots": 0},
+        {"owners": [0], "replicas": [[]], "slots": None},
     ],
 )
 def test_what_is_not_stored_as_a_map(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r'^expected \{"owners": \[\.\.\], "copies"'):
+    with pytest.raises(ConfigError, match=r'^expected \{"owners": \[\.\.\], "replicas"'):
         ExpertMap.stored(value)
 
 
@@ -128,11 +128,11 @@ def test_places_follow_from_owners(seed: int) -> None:
     found, *_ = drawn(seed)
     each = found.experts // found.ranks
     listed = [expert for rank in range(found.ranks) for expert in found.owned(rank)]
-    assert [listed[place] for place in found.places()] == [*range(found.experts)]
+    assert [listed[place] for place in found.positions()] == [*range(found.experts)]
     for rank in range(found.ranks):
         assert found.owned(rank) == sorted(found.owned(rank))
-        assert [found.places()[e] // each for e in found.owned(rank)] == [rank] * each
-    assert ExpertMap.even(6, 3).places() == [*range(6)]
+        assert [found.positions()[e] // each for e in found.owned(rank)] == [rank] * each
+    assert ExpertMap.even(6, 3).positions() == [*range(6)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -141,5 +141,5 @@ def test_filled_slots_have_copies_of_others(seed: int) -> None:
     others = found.experts - found.experts // found.ranks
     full = found.filled()
     assert full.owners == found.owners
-    assert {len(copies) for copies in full.replicas} == {min(found.slots, others)}
+    assert {len(replicas) for replicas in full.replicas} == {min(found.slots, others)}
     assert ExpertMap.even(4, 2, slots=1).filled().replicas == ((2,), (0,)), "those that come next"

@@ -1,4 +1,4 @@
-"""Policies against all maps that there are, and against formulas."""
+"""Policies against all possible maps, and against formulas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import balanced_owners, find_pool, largest_load, migrate, moves
-from megapipe.experts.rows import TokensPerExpert, evenly, rows_on, tokens_per_rank
+from megapipe.experts.row_routing import TokensPerExpert, evenly, rows_on, tokens_per_rank
 from megapipe.experts.shadow import ShadowCosts, shadow
 
 
 def rows(seed: int, ranks: int, experts: int) -> list[list[int]]:
-    """Rows as skewed as it comes, alike on all ranks or of each rank's own."""
+    """Draw rows with a random skew, alike on all ranks or different on each."""
     draw = random.Random(seed)
     skew = draw.choice([0, 1, 2])
     weights = [1 / (i + 1) ** skew for i in range(experts)]
@@ -27,7 +27,7 @@ def rows(seed: int, ranks: int, experts: int) -> list[list[int]]:
 
 
 def shadowed(found: ExpertMap) -> set[int]:
-    """Experts with copies; each is on all ranks."""
+    """Return the experts that have replicas, and assert that each is on all ranks."""
     copied = {expert for copies in found.replicas for expert in copies}
     assert all(len(found.holders(expert)) == found.ranks for expert in copied)
     return copied
@@ -35,8 +35,8 @@ def shadowed(found: ExpertMap) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_shadows_are_the_best_prefix(seed: int) -> None:
-    """Row 7.04 (FasterMoE): 3 c B + 4 x B + i S for each i, with one expert on each rank, so that B
-    is that of expert i + 1 in the order of rows, and 0 when all are shadows."""
+    """FasterMoE: i shadows take 3 c B + 4 x B + i S. With one expert on each rank, B is the rows of
+    the expert that is next in descending order, and 0 when all are shadows."""
     draw = random.Random(seed)
     ranks = draw.randint(2, 6)
     counts = rows(seed, ranks, ranks)
@@ -52,8 +52,8 @@ def test_shadows_are_the_best_prefix(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_shadows_of_ranks_with_several_experts(seed: int) -> None:
-    """Row 7.04: of all prefixes that there are slots for, B being the rows of a rank that are of no
-    shadow."""
+    """The prefix is the best of all that the slots have room for. B is the rows of a rank's experts
+    that are no shadows."""
     draw = random.Random(seed)
     begin = ExpertMap.even(6, 3, draw.randint(1, 6))
     counts, copy = rows(seed, 3, 6), draw.uniform(0, 1500)
@@ -81,7 +81,7 @@ def test_two_equal_experts_are_shadowed_together() -> None:
 
 
 def all_copies(begin: ExpertMap) -> Iterator[list[tuple[int, ...]]]:
-    """Every choice of copies that there are slots for."""
+    """Yield every choice of expert replicas that the slots have room for."""
     each = []
     for rank in range(begin.ranks):
         others = [e for e, owner in enumerate(begin.owners) if owner != rank]
@@ -92,7 +92,7 @@ def all_copies(begin: ExpertMap) -> Iterator[list[tuple[int, ...]]]:
 
 
 def least(begin: ExpertMap, counts: TokensPerExpert) -> int:
-    """The smallest largest load with any copies, by a table of the rows of each set of holders."""
+    """Return the smallest largest load with any replicas, by a table of rows per set of holders."""
     ranks, table = range(begin.ranks), {}
     for expert, mask in product(range(begin.experts), product((0, 1), repeat=begin.ranks)):
         holders = {begin.owners[expert], *(rank for rank in ranks if mask[rank])}
@@ -108,7 +108,7 @@ def least(begin: ExpertMap, counts: TokensPerExpert) -> int:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("experts", "slots"), [(3, 1), (3, 2), (6, 1), (6, 2)])
 def test_copies_are_nearly_the_best(experts: int, slots: int, seed: int) -> None:
-    """Row 7.06 (FlexMoE): on 3 ranks the largest load is within 10% of the best of all copies."""
+    """FlexMoE: on 3 ranks the largest load is within 10% of the best with any replicas."""
     begin = ExpertMap.even(experts, 3, slots)
     for number in range(1 if experts == 6 else 8):
         counts = rows(100 * seed + number, 3, experts)
@@ -140,7 +140,7 @@ def test_copies_that_no_rank_needs_are_not_made() -> None:
 
 
 def test_owners_are_packed_evenly() -> None:
-    """As good as the best of all owners of six experts, and ranks keep what they have."""
+    """They are within 2% of the best owners of six experts, and ranks keep what they have."""
     begin = ExpertMap.even(6, 3)
     for seed in range(12):
         totals = list(map(sum, zip(*rows(seed, 3, 6), strict=True)))

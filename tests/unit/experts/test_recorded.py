@@ -12,7 +12,7 @@ import pytest
 from megapipe.experts.balance import balance
 from megapipe.experts.map import ExpertMap
 from megapipe.experts.pool import balanced_owners, find_pool, largest_load, migrate
-from megapipe.experts.rows import evenly, tokens_per_rank
+from megapipe.experts.row_routing import evenly, tokens_per_rank
 from megapipe.plan.moe.commands.recorded import recorded
 
 RANKS = 4
@@ -27,8 +27,8 @@ def trace(layer: int) -> list[Sequence[int]]:
 
 
 def replayed(steps: Sequence[Sequence[int]], slots: int, decide: Decide) -> float:
-    """The largest load by the mean, on average over the steps but the first, each with the map that
-    the choices of the step before decide."""
+    """Return the largest load over the mean, on average over the steps but the first. Each step has
+    the map that the choices of the step before decide."""
     present, found = ExpertMap.even(16, RANKS, slots), 0.0
     for last, totals in pairwise(steps):
         present = decide(present, last)
@@ -48,7 +48,7 @@ def test_the_record_is_whole() -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_pool_beats_owners_that_stay(layer: int) -> None:
-    """Row 7.05 (SmartMoE): also the best owners for the sum of all steps."""
+    """SmartMoE: it also beats the best owners for the sum of all steps."""
     steps, begin = trace(layer), ExpertMap.even(16, RANKS)
     sums = list(map(sum, zip(*steps, strict=True)))
     stay = min(static(steps, begin), static(steps, balanced_owners(begin, sums)))
@@ -59,8 +59,8 @@ def test_a_pool_beats_owners_that_stay(layer: int) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_pool_of_earlier_steps_serves_later_ones(layer: int) -> None:
-    """Row 7.05: found from the first half, it beats in the second half what a run begins with and
-    the best owners of the first half."""
+    """A pool from the first half of the steps beats, in the second half, the owners that a run
+    begins with and the best owners for the first half."""
     steps, begin = trace(layer), ExpertMap.even(16, RANKS)
     first, second = steps[:60], steps[60:]
     sums = list(map(sum, zip(*first, strict=True)))
@@ -71,8 +71,8 @@ def test_a_pool_of_earlier_steps_serves_later_ones(layer: int) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_copies_halve_the_excess(layer: int) -> None:
-    """Row 7.07 (Prophet): of the largest load over the mean, with two copies on each rank of
-    experts for which the last step is the reason. Every third step and the next are looked at."""
+    """Prophet: two replicas on each rank, decided by the step before, halve what the largest load
+    exceeds the mean by. Every third step and the next are tested."""
     before = after = 0.0
     for last, totals in list(pairwise(trace(layer)))[::3]:
         begin = ExpertMap.even(16, RANKS, 2)

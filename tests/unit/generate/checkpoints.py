@@ -37,7 +37,7 @@ def make_config(*, vocab: int = 260, document_mask: bool = False, **model: Any) 
 
 
 def write(folder: Path, config: Config, *, step: int = 7, seed: int = 3) -> dict[str, Tensor]:
-    """A checkpoint of random weights under `folder`; returns them."""
+    """Write a checkpoint of random weights under `folder` and return them."""
     model = config.model.model_copy(update={"dropout": 0.0})
     params = reference.init_random(model, seed=seed)
     pieces = [

@@ -20,13 +20,13 @@ from megapipe.generate.generator import Prompt
 from megapipe.inference import ModelInfo, load_model
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
-from tests.parity.held_models import BYTES
+from tests.parity.in_memory_models import BYTES
 from tests.parity.reference import init_random
 from tests.unit.generate.checkpoints import make_config
 
 
 def saved(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
-    """A folder of a tokenizer with this template, as transformers has it."""
+    """Save a tokenizer with this template to a folder, as transformers does."""
     found = PreTrainedTokenizerFast(
         tokenizer_object=chats.tokenizer(), eos_token="<|endoftext|>", chat_template=template
     )
@@ -104,7 +104,7 @@ def test_the_command_talks_up_to_the_end_of_a_turn(
     )
     params = init_random(model, seed=3, dtype=torch.float32)
     write_checkpoint(tmp_path, model, params, tokenizer=str(tmp_path / "tokenizer"))
-    given = [str(tmp_path), "--chat", "--tokens", "4", "--temperature", "0"]
+    given = [str(tmp_path), "--chat", "--max-new-tokens", "4", "--temperature", "0"]
     assert main([*given, "--prompt", "hi", "--system", "brief"]) == 0
     shown = capsys.readouterr().out
     generator = Generator(load_model(find_checkpoint(tmp_path), torch.device("cpu")))
@@ -116,8 +116,8 @@ def test_the_command_talks_up_to_the_end_of_a_turn(
     first = Prompt(tuple(ids), frozenset({pieces[1].token}))
     assert [piece.end for piece in generator.generate([first], greedy)][-1] == "turn"
     for wrong, words in (
-        ([*given], "--chat: nobody has said anything"),
-        ([str(tmp_path), "--system", "x"], "--system is for --chat"),
+        ([*given], "--chat needs a user's message"),
+        ([str(tmp_path), "--system", "x"], "--system needs --chat"),
     ):
         assert main(wrong) == 2
         assert words in capsys.readouterr().err

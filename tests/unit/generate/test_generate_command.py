@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.generate import Generator, Piece, Sampling, find_checkpoint
+from megapipe.generate import Generator, Sampling, TokenOutput, find_checkpoint
 from megapipe.generate.command import in_order, main, read_prompts
 from megapipe.inference import load_model
 from tests.unit.generate.checkpoints import make_config, write
@@ -28,7 +28,17 @@ def test_prompts_of_a_file_and_of_arguments_in_every_form_of_output(
 ) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(b"two\r\n\nfour\x0c\xff\n")
-    given = [str(run), "--prompt", "one", "--prompts", str(file), "--tokens", "3", "--top-k", "2"]
+    given = [
+        str(run),
+        "--prompt",
+        "one",
+        "--prompts",
+        str(file),
+        "--max-new-tokens",
+        "3",
+        "--top-k",
+        "2",
+    ]
     prompts = ["one", "two", "", "four\x0c\ufffd"]
     assert main([*given, "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -53,7 +63,7 @@ def test_each_option_reaches_the_choices(run: Path, capsys: pytest.CaptureFixtur
     generator = Generator(load_model(find_checkpoint(run), torch.device("cpu")))
 
     def written(*given: str) -> tuple[str, str]:
-        assert main([str(run), "--prompt", "x", "--tokens", "20", "--json", *given]) == 0
+        assert main([str(run), "--prompt", "x", "--max-new-tokens", "20", "--json", *given]) == 0
         told = json.loads(capsys.readouterr().out)
         return told["text"], told["end"]
 
@@ -84,7 +94,7 @@ def test_pieces_are_shown_prompt_after_prompt_as_early_as_can_be() -> None:
     def pieces():  # type: ignore[no-untyped-def]
         for each in ("1b0", "0a0", "0c0", "1d1", "2e1", "0f1"):
             taken.append(each)
-            yield Piece(int(each[0]), 0, each[1], "tokens" if each[2] == "1" else None)
+            yield TokenOutput(int(each[0]), 0, each[1], "tokens" if each[2] == "1" else None)
 
     shown = [(number, text, len(taken)) for number, text, _ in in_order(pieces(), 3)]
     assert shown == [(0, "a", 2), (0, "c", 3), (0, "f", 6), (1, "b", 6), (1, "d", 6), (2, "e", 6)]
@@ -93,10 +103,11 @@ def test_pieces_are_shown_prompt_after_prompt_as_early_as_can_be() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "line"),
     [
-        (["--top-p", "0"], 2, "top_p=0.0: expected above 0, at most 1"),
+        (["--top-p", "0"], 2, "--top-p 0.0: expected above 0, at most 1"),
+        (["--stop", "a", "--stop", ""], 2, "--stop '': expected a text that is not empty"),
         (["--device", "tpu9000"], 2, "--device tpu9000: "),
         (["--prompts", "missing"], 3, "--prompts missing: No such file or directory"),
-        (["--prompts", "/dev/null"], 3, "--prompts /dev/null: it is empty"),
+        (["--prompts", "/dev/null"], 3, "--prompts /dev/null is empty"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -112,17 +123,19 @@ def test_a_mistake_is_one_line(
 def test_a_model_whose_experts_have_a_capacity_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, make_config(moe={"experts": 4, "capacity": 1.5}))
+    write(tmp_path, make_config(moe={"num_experts": 4, "capacity_factor": 1.5}))
     assert main([str(tmp_path), "--prompt", "one"]) == 2
     line, *others = capsys.readouterr().err.splitlines()
     assert others == []
-    assert line.startswith("megapipe: error: model.moe.capacity=1.5: texts of other lengths")
+    assert line.startswith(
+        "megapipe: error: model.moe.capacity_factor=1.5: the capacity of an expert"
+    )
 
 
 def test_a_prompt_that_the_model_cannot_see_whole_is_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(run), "--prompt", "0123456", "--tokens", "1"]) == 0
+    assert main([str(run), "--prompt", "0123456", "--max-new-tokens", "1"]) == 0
     assert capsys.readouterr().err == ""
-    assert main([str(run), "--prompt", "01234567", "--tokens", "1"]) == 0
+    assert main([str(run), "--prompt", "01234567", "--max-new-tokens", "1"]) == 0
     assert "prompt 1 has 9 tokens" in capsys.readouterr().err

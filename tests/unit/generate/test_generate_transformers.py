@@ -47,7 +47,7 @@ def test_every_class_has_a_model() -> None:
     ],
 )
 def test_greedy_texts_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """From the folder that transformers reads, prompts of unequal lengths side by side."""
+    """Models come from the folder that transformers reads; prompts have unequal lengths."""
     changes = {"vocab_size": 257, "max_positions": 32, "dtype": "fp32"}
     model = model_of(CASES[model_type]).model_copy(update=changes)
     params = init_random(model, seed=11, dtype=torch.float32)

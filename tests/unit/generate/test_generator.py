@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, ConfigError, NumericError
 from megapipe.generate import Generator, Sampling, find_checkpoint
-from megapipe.generate.reading import window_start
+from megapipe.generate.cached_decoder import window_start
 from megapipe.inference import load_model
 from tests.parity import reference
 from tests.unit.generate.checkpoints import CONTEXT, TOKENIZER, make_config, write
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def plain_logits(model: Model, ids: Sequence[int]) -> Tensor:
-    """The reference's, computed anew of what is seen of `ids`; dropout is off in generation."""
+    """Compute the reference's logits anew from what is seen of `ids`; generation has no dropout."""
     _, params, config = model
     seen = ids[window_start(len(ids), CONTEXT) :]
     config_model = config.model.model_copy(update={"dropout": 0.0})
@@ -62,7 +62,7 @@ def greedy(model: Model, prompt: str, tokens: int) -> list[int]:
 
 
 def tokens_of(generator: Generator, prompts: list[str], sampling: Sampling) -> list[list[int]]:
-    """The tokens that each prompt gets, among the others."""
+    """Generate for all prompts together and return the tokens that each gets."""
     found: dict[int, list[int]] = defaultdict(list)
     for piece in generator.generate(prompts, sampling):
         found[piece.prompt].append(piece.token)

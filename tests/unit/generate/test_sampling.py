@@ -71,6 +71,7 @@ def test_one_number_is_taken_per_token_whatever_is_chosen() -> None:
     ],
 )
 def test_a_value_without_sense_is_named(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    with pytest.raises(ConfigError, match=f"^{name}=.*expected"):
+    ((name, value),) = wrong.items()
+    shown = "''" if name == "stop" else value
+    with pytest.raises(ConfigError, match=f"^{name}={shown}: expected"):
         Sampling(**wrong)

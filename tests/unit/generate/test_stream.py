@@ -15,7 +15,7 @@ BYTES = load_tokenizer("byte")
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama's: a leading space in the first word, characters that it lacks as single bytes."""
+    """Return a tokenizer like Llama's: a space before the first word, rare characters as bytes."""
     pieces = ["</s>", "<unk>", "\u2581a", "\u2581b", "a", "b", "\u2581"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     model = models.BPE(

@@ -18,7 +18,7 @@ from megapipe.evaluate.commands import main as evaluate
 from megapipe.generate.command import main
 from megapipe.inference import ModelInfo, load_model
 from megapipe.train.moe.upcycle import Upcycled
-from megapipe.train.source import StartPoint as StartPoint
+from megapipe.train.start_point import StartPoint as StartPoint
 from tests.parity import chats
 from tests.parity.converted import write_checkpoint
 from tests.parity.reference import init_random
@@ -30,7 +30,7 @@ BOS, END, TURN = "<|begin_of_text|>", "<|endoftext|>", "<|im_end|>"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose tokenizer puts a token before a text, and whose texts have two ends."""
+    """Write a folder whose tokenizer puts a token before a text, and whose texts have two ends."""
     path = tmp_path_factory.mktemp("folder")
     model = model_of("llama").model_copy(update={"vocab_size": 300, "dtype": "fp32"})
     params = init_random(model, seed=2, dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_a_folder_s_texts_begin_and_end_as_its_files_say(
     assert source.opening == source.start == (tokenizer.added_tokens[BOS],)
     assert source.ends == {tokenizer.added_tokens[END], tokenizer.added_tokens[TURN]}
     assert source.context == model_of("llama").max_positions
-    given = [str(folder / "hf"), "--prompt", "the", "--tokens", "3", "--temperature", "0"]
+    given = [str(folder / "hf"), "--prompt", "the", "--max-new-tokens", "3", "--temperature", "0"]
     assert main(given) == 0
     assert capsys.readouterr().out.startswith("the")
 
@@ -65,15 +65,17 @@ def test_which_of_two_files_is_read_is_told_by_every_command(
 ) -> None:
     both = shutil.copytree(folder / "hf", tmp_path / "hf")
     (both / "model.safetensors.index.json").write_text("{}")
-    line = f"{both}/model.safetensors is read, as by transformers, not model.safetensors.index.json"
+    line = (
+        f"{both}/model.safetensors is read, as transformers does, and model.safetensors.index.json"
+    )
     for done in (
-        main([str(both), "--prompt", "the", "--tokens", "1"]),
+        main([str(both), "--prompt", "the", "--max-new-tokens", "1"]),
         evaluate(["perplexity", str(both), "--text", "the"]),
     ):
         assert done == 0
-    assert capsys.readouterr().err == 2 * f"megapipe: {line} beside it\n"
+    assert capsys.readouterr().err == 2 * f"megapipe: {line} in the same folder is not\n"
     start = StartPoint(weights=Upcycled(HuggingFaceFolder.open(both), {}))
-    assert list(start.notes()) == [f"{line} beside it"]
+    assert list(start.notes()) == [f"{line} in the same folder is not"]
 
 
 def test_a_damaged_checkpoint_that_is_passed_over_is_told(
@@ -81,12 +83,12 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_told(
 ) -> None:
     for step in (7, 8):
         write(tmp_path, make_config(), step=step)
-    assert main([str(tmp_path), "--tokens", "1"]) == 0
+    assert main([str(tmp_path), "--max-new-tokens", "1"]) == 0
     assert capsys.readouterr().err == ""
     next((tmp_path / "checkpoints/step-00000008").glob("*.safetensors")).unlink()
-    assert main([str(tmp_path), "--tokens", "1"]) == 0
+    assert main([str(tmp_path), "--max-new-tokens", "1"]) == 0
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("megapipe: passed over a damaged checkpoint: ")
+    assert told.startswith("megapipe: skipped a damaged checkpoint: ")
 
 
 def test_a_run_s_texts_begin_with_the_end_of_a_document(folder: Path) -> None:
@@ -115,7 +117,7 @@ def test_models_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> N
     for file in bare.glob("tokenizer*"):
         file.unlink()
     weights = HuggingFaceFolder.open(bare)
-    with pytest.raises(DataError, match="has no tokenizer; give one with --tokenizer"):
+    with pytest.raises(DataError, match="has no tokenizer: pass --tokenizer"):
         ModelInfo.of(weights)
     (bare / "generation_config.json").write_text("[]")
     with pytest.raises(DataError, match="no generation config"):

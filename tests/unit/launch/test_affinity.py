@@ -14,7 +14,7 @@ PCI = "0000:dc:00.0"
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[set[int]]]:
-    """A machine of 16 processors, and what is asked of it."""
+    """Fake a machine of 16 processors; return its devices and the affinities that are set."""
     devices = tmp_path / "bus" / "pci" / "devices"
     (devices / PCI).mkdir(parents=True)
     cpu = tmp_path / "devices" / "system" / "cpu"

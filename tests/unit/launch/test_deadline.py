@@ -23,7 +23,7 @@ class End:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_would_end_the_process_is_held_by_no_thread(fails: bool) -> None:
-    """A thread that is the last to let go of a tensor aborts the process if Python ends by then."""
+    """A thread that is the last to free a tensor aborts the process if Python ends by then."""
     end = End()
     called, seen = end.called, weakref.ref(end)
     before = threading.active_count()

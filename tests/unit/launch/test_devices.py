@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError, LaunchError
 from megapipe.launch.devices import CPU, DeviceReport, choose_device, decide, mig_of
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.launch_info import LaunchInfo
 from tests.parity.threads import at_once
 
 AUTO = ParallelConfig(timeout_s=10.0)
@@ -35,7 +35,7 @@ class Visible:
 def start(
     parallel: ParallelConfig, visible: Sequence[Sequence[str]], per_host: int | None = None
 ) -> list[Any]:
-    """What each of several processes chooses, or what it raises; they see these devices."""
+    """Return what each of several processes chooses or raises; they see these devices."""
     store, world = HashStore(), len(visible)
     local = per_host or world
 
@@ -92,7 +92,7 @@ def test_gloo_in_the_place_of_nccl_is_one_warning(
     assert not caplog.messages
     start(AUTO, visible)
     (message,) = caplog.messages
-    assert "over gloo, through host memory, since NCCL needs a GPU per process, and r" in message
+    assert "using gloo through host memory: NCCL needs one GPU per process, and r" in message
     assert f"{len(visible)} processes for " in message
 
 

@@ -1,4 +1,4 @@
-"""The doctor says what there is, what is missing and what is wrong."""
+"""The doctor says what a machine has, what is missing and what is wrong."""
 
 from __future__ import annotations
 

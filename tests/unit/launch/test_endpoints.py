@@ -15,7 +15,7 @@ def test_endpoints() -> None:
     "text", ["", "node0", "node0:", ":1", "a:0", "a:65536", "a:b", "a:1,", "a..b:1"]
 )
 def test_what_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match="is no HOST:PORT"):
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
         Endpoint.read(text)
 
 
@@ -45,7 +45,7 @@ def test_a_number_of_nodes_that_torchrun_alone_reads(
     with pytest.raises(SystemExit) as caught:
         launcher._parse([*options, "train.py"])
     assert caught.value.code == 2
-    assert f"PET_NNODES={told} is not read: expected --nnodes {told}, or" in capsys.readouterr().err
+    assert f"PET_NNODES={told} is ignored: expected --nnodes {told}, or" in capsys.readouterr().err
     assert launcher._parse([*options, "--nnodes=1", "train.py"])[1] == ["train.py"]
     monkeypatch.setenv("PET_NNODES", "1")
     assert launcher._parse([*options, "train.py"])[1] == ["train.py"]

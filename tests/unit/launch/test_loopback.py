@@ -11,16 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from megapipe.errors import LaunchError
-from megapipe.launch import doctor, local, speaking
+from megapipe.launch import doctor, error_owner, local
+from megapipe.launch.elastic_rendezvous import ElasticRendezvous
 from megapipe.launch.endpoints import NodeRange
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.loopback import loopback_problem
-from megapipe.launch.meeting import ElasticRendezvous
-from megapipe.launch.place import LaunchInfo
 from megapipe.launch.rendezvous import RendezvousError, open_store, start_process_group
 
 LINE = (
-    r"^the loopback interface does not work \(connecting to 127.0.0.1: Network is unreachable\): "
-    r"expected it up, as 'ip link set lo up' has it$"
+    r"^the loopback interface does not work \(connecting to 127.0.0.1: Network is "
+    r"unreachable\): enable it with 'ip link set lo up'$"
 )
 
 
@@ -68,7 +68,7 @@ def test_ranks_that_were_to_meet_there_say_it_once() -> None:
     for info in (first, second):
         with pytest.raises(RendezvousError, match=LINE):
             open_store(info, 5)
-    assert not speaking.may_print_alone(second)
+    assert not error_owner.may_print_alone(second)
 
 
 @pytest.mark.usefixtures("broken")

@@ -37,13 +37,13 @@ def test_there_is_none_where_none_is_wanted_or_can_be(
 
 
 class Killed(BaseException):
-    """Stands for a signal."""
+    """An error in place of a signal."""
 
 
 def test_a_launcher_that_is_killed_while_it_removes_it_leaves_its_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By which the next one removes the rest."""
+    """The next launcher finds the owner and removes the rest."""
     copies, real, number = 50, os.rmdir, count(1)  # one is killed, at the last copy
 
     def rmdir(*given: Any, **more: Any) -> None:

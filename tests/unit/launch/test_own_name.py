@@ -9,11 +9,11 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from megapipe.errors import LaunchError
-from megapipe.launch import meeting
+from megapipe.launch import elastic_rendezvous
+from megapipe.launch.elastic_rendezvous import ElasticRendezvous
 from megapipe.launch.endpoints import Endpoint, NodeRange
-from megapipe.launch.listening import INTERFACES
-from megapipe.launch.meeting import ElasticRendezvous
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.launch_info import LaunchInfo
+from megapipe.launch.listen_address import INTERFACES
 from megapipe.launch.rendezvous import RendezvousError, compare_ranks, connecting, open_store
 from megapipe.launch.shutdown import Shutdown
 from tests.parity.jobs import free_port
@@ -29,7 +29,10 @@ def no_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GLOO = "[/x/gloo/pair.cc:1] timed out connecting: SO_ERROR: Connection refused, remote=[{}]:9632$0"
-SET = "a host's own name is {} on it, where no other host gets: set GLOO_SOCKET_IFNAME on all hosts"
+SET = (
+    "a host resolves its own name to {}, which other hosts cannot reach: set "
+    "GLOO_SOCKET_IFNAME on all hosts"
+)
 
 
 @pytest.mark.parametrize(
@@ -54,21 +57,19 @@ def test_hosts_that_do_not_come_to_an_address_of_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One has taken its own name for the address of rank 0, or another's name for its own."""
-    hint = "is 127.0.1.1 on this host, where no other host gets: give the address of that host"
+    hint = "is 127.0.1.1 on this host, which other hosts cannot reach: pass this host's address"
     port = free_port()
     info = LaunchInfo(1, 2, 0, 1, NODE, port, launched=True)
-    with pytest.raises(
-        RendezvousError, match=f"refused for 0 s .*; look whether .*; {NODE} {hint}"
-    ):
+    with pytest.raises(RendezvousError, match=f"refused for 0 s .*; look at .*; {NODE} {hint}"):
         open_store(info, 0.3)
     alone = replace(info, local_rank=1, local_world=2)
-    with pytest.raises(RendezvousError, match=r"refused for 0 s .* and how it ended$"):
+    with pytest.raises(RendezvousError, match=r"refused for 0 s .* look at the output of rank 0$"):
         open_store(alone, 0.3)
     for each, told in ((info, True), (alone, False)):
         with pytest.raises(LaunchError, match="1 of 2 ranks arrived") as late:
             compare_ranks(HashStore(), replace(each, rank=0), {}, 0.3)
         assert (f"; {NODE} {hint}" in str(late.value)) == told
-    monkeypatch.setattr(meeting, "JOIN_S", 0.5)
+    monkeypatch.setattr(elastic_rendezvous, "JOIN_S", 0.5)
     nodes = ElasticRendezvous(
         [Endpoint(NODE, port)], "job", NodeRange(2, 2), reach_s=5, last_call_s=0
     )

@@ -14,14 +14,14 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import LaunchError
 from megapipe.launch import rendezvous
 from megapipe.launch.devices import choose_device
-from megapipe.launch.place import LaunchInfo, find_launch_info
+from megapipe.launch.launch_info import LaunchInfo, find_launch_info
 from tests.parity.threads import at_once
 
 
 def places(
     hosts: list[str], monkeypatch: pytest.MonkeyPatch, **given: dict[str, str]
 ) -> list[LaunchInfo]:
-    """The places of ranks on these hosts, with variables that some are `given`, by `rank0`, ..."""
+    """Return the places of ranks on these hosts; `given` has variables of some, by `rank0`, ..."""
     store, world = HashStore(), len(hosts)
     monkeypatch.setattr(rendezvous, "machine", lambda: hosts[own.rank])
     own = threading.local()

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed
 
 from megapipe.launch.stores import open_tcp_store
-from megapipe.util.answers import NoAnswer
+from megapipe.util.timeouts import NoAnswer
 
 LOOKUP_S, ANSWER_S = 0.6, 0.1
 
@@ -35,5 +35,5 @@ def test_the_store_is_given_the_time_of_look_ups(
     if is_slow:
         assert open_tcp_store("127.0.0.1", 1, 1.0, answer_s=ANSWER_S) is made
     else:
-        with pytest.raises(NoAnswer, match="what listens there is no rendezvous store"):
+        with pytest.raises(NoAnswer, match="another program listens there, not a rendezvous store"):
             open_tcp_store("127.0.0.1", 1, 1.0, answer_s=ANSWER_S)

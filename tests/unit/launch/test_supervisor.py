@@ -38,12 +38,12 @@ def test_an_elastic_job_goes_on_without_a_node_that_was_stopped() -> None:
 
 
 def test_a_start_that_fails_before_it_looks_for_a_checkpoint_counts() -> None:
-    """As where a node takes its time to come back."""
+    """A node that takes its time to come back makes a start fail so."""
     supervisor = Supervisor(3)
     assert supervisor.decide(137, Progress(0, 7)) == RestartDecision(1, 1.0, 0)
     assert supervisor.decide(4, Progress()) == RestartDecision(2, 2.0, 0)
     assert supervisor.decide(4, Progress()) == RestartDecision(3, 4.0, 0)
-    with pytest.raises(TooManyRestarts, match="3 starts in a row came no further than step 7; "):
+    with pytest.raises(TooManyRestarts, match="3 starts in a row did not get beyond step 7; "):
         supervisor.decide(4, Progress())
 
 
@@ -57,14 +57,16 @@ def test_a_checkpoint_that_cannot_be_loaded_twice_is_left_for_an_older_one() -> 
 
 @pytest.mark.parametrize("code", [1, 4, 139])
 def test_so_is_one_of_an_earlier_job(code: int) -> None:
-    """And each that is older is tried twice as well."""
+    """Each older checkpoint is tried twice as well."""
     supervisor = Supervisor(5)
     wanted = [(6, 0), (6, 6), (4, 0), (4, 4), (2, 0)]
     for number, (first, before) in enumerate(wanted, 1):
         again = supervisor.decide(code, Progress(first))
         assert again is not None
         assert (again.number, again.before) == (number, before)
-    with pytest.raises(TooManyRestarts, match="5 starts in a row did no step; the last ended"):
+    with pytest.raises(
+        TooManyRestarts, match="5 starts in a row completed no step; the last ended"
+    ):
         supervisor.decide(code, Progress(2))
 
 
@@ -113,12 +115,12 @@ def test_waits_have_a_bound() -> None:
 
 
 def test_the_line() -> None:
-    assert line(RestartDecision(1, 1.0, 0), 3, 7) == "starting again after step 7 (1 of 3), in 1 s"
-    text = "starting again after a start without a step (1 of 3), in 1 s"
+    assert line(RestartDecision(1, 1.0, 0), 3, 7) == "restarting after step 7 (1 of 3), in 1 s"
+    text = "restarting after a start without a step (1 of 3), in 1 s"
     assert line(RestartDecision(1, 1.0, 0), 3, -1) == text
-    text = "starting again after step 7 (2 of 3), in 2 s, from before step 6"
+    text = "restarting after step 7 (2 of 3), in 2 s, from before step 6"
     assert line(RestartDecision(2, 2.0, 6), 3, 7) == text
-    text = "starting again after step 7, with the nodes that there are"
+    text = "restarting after step 7 with the remaining nodes"
     assert line(RestartDecision(0, 0.0, 0), 3, 7) == text
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megapipe.launch.place import spare_threads
+from megapipe.launch.launch_info import spare_threads
 
 NAME = "OMP_NUM_THREADS"
 

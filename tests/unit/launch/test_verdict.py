@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.launch import launcher
+from megapipe.launch.launch_info import OPTIONS
 from megapipe.launch.launcher import nodes_of, write_verdict
-from megapipe.launch.place import OPTIONS
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -27,7 +27,7 @@ def test_a_soft_cap_is_that_of_autograd(cap: float) -> None:
 
 
 def test_sums_by_source() -> None:
-    """Those of a mask of 1, 2, ...; what is masked may have any value."""
+    """The mask is 1 + the number of the source; a masked loss may have any value."""
     losses = torch.tensor([[1.0, 2.0], [4.0, float("nan")], [8.0, 16.0]], requires_grad=True)
     mask = torch.tensor([[1, 3], [3, 0], [1, 4]], dtype=torch.uint8)
     found = torch.full((4,), 7.0)

@@ -1,4 +1,4 @@
-"""Chunks of experts and their way between ranks: who sends what to whom, and in which order."""
+"""Dispatch in chunks of experts: who sends what to whom, and in which order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sent(chunk: ExpertChunk, source: int, ranks: int) -> list[int]:
 
 
 def test_a_chunk_has_some_experts_of_each_rank() -> None:
-    """Of two ranks with three of six experts each; counts are by rank and expert."""
+    """Two ranks have three of six experts each; counts are by rank and expert."""
     counts = [[2, 0, 1, 3, 1, 0], [0, 1, 2, 0, 4, 1]]
     first, second = (dispatch_chunks(counts, index, 1, 2) for index in (0, 1))
     assert [c.experts for c in first] == [slice(0, 2), slice(2, 3)]
@@ -74,7 +74,7 @@ def test_a_chunk_is_on_its_way_before_the_one_before_it_is_computed(hops: int, o
 
 
 def test_all_who_share_an_expert_get_its_rows() -> None:
-    """Of four ranks, two with each half of the experts."""
+    """Two of four ranks have each half of the experts."""
     counts = [[1, 2], [0, 3], [0, 0], [2, 0]]
     ranks = [dispatch_chunks(counts, index, 2, 1)[0] for index in range(4)]
     wanted = [[1, 1, 2, 2], [0, 0, 3, 3], [0] * 4, [2, 2, 0, 0]]
@@ -107,7 +107,7 @@ def test_rows_of_other_ranks_are_put_into_the_order_of_experts_and_then_of_ranks
 
 
 def exchanged(sending: list[Tensor], hops: list[AllToAll]) -> list[Tensor]:
-    """What each rank has after a hop that all take at once."""
+    """Return what each rank has after one all-to-all of all ranks."""
     parts = {
         (rank, hop.axis.ranks[i]): part
         for rank, hop in enumerate(hops)
@@ -122,7 +122,7 @@ def exchanged(sending: list[Tensor], hops: list[AllToAll]) -> list[Tensor]:
 
 
 def taken(rows: list[Tensor], steps: list[list[Step]]) -> list[Tensor]:
-    """What each rank has after these steps."""
+    """Return what each rank has after these steps."""
     for together in zip(*steps, strict=True):
         if isinstance(together[0], Permute):
             turns = zip(rows, together, strict=True)

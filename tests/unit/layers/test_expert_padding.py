@@ -9,11 +9,11 @@ from megapipe.layers.moe.padding import PaddedPermutation, among_choices, padded
 from megapipe.layers.moe.permutation import Permutation
 from megapipe.layers.moe.routing import route_tokens
 from megapipe.layers.moe.specs import Routing, padded_rows
-from megapipe.ops.moe.rows import TorchRows
+from megapipe.ops.moe.elementwise import TorchRows
 
 
 def test_rows_are_those_of_the_table() -> None:
-    """Of two sequences with tokens a c e and b d f; the last is dropped."""
+    """Two sequences have the tokens a c e and b d f; the last token is dropped."""
     choice = torch.tensor([[0], [1], [0], [0], [1], [~1]], dtype=torch.int16)
     told = padded_counts(2, 1, 2, 3)
     assert told.by_rank == [[6, 6]]
@@ -38,7 +38,7 @@ def test_rows_of_a_chunk_are_neighbours() -> None:
 
 
 def test_choices_of_all_ranks_are_put_into_the_order_of_experts_and_then_of_ranks() -> None:
-    """Of two ranks, with two tokens each, for the first, which has expert 0."""
+    """Two ranks have two tokens each. The first rank, which has expert 0, orders the choices."""
     experts = torch.tensor([[[0], [0]], [[1], [0]]], dtype=torch.int32)
     assert among_choices(experts, 1, padded_counts(2, 2, 1, 2)).tolist() == [0, 1, 3, 4]
     assert among_choices(experts, 1, padded_counts(2, 2, 2, 1)).tolist() == [0, 1, 4, 3]

@@ -1,5 +1,5 @@
-"""Experts in narrow types, compared under the choice that was made, which is checked by itself; and
-what routers compute in."""
+"""Experts in narrow types, compared under the router's choices, which are checked separately; and
+the type in which routers compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.layers.moe import routing
 from megapipe.layers.moe.experts import RoutedExperts
 from megapipe.layers.moe.routers import Router
 from tests.parity import reference
-from tests.parity.chosen import evenly
+from tests.parity.forced_routing import evenly
 from tests.parity.mixture import Told
 from tests.parity.ranks import Case, configure
 from tests.parity.stage_cases import main_grads, new_stage
@@ -24,7 +24,7 @@ ROWS, LENGTH, SCALE = 4, 8, 2.0**10
 
 
 def recorded(found: list[tuple[Tensor, Tensor]]) -> Any:
-    """Scores and choices of each layer that makes some."""
+    """Record scores and choices of each layer that makes some."""
     choose = routing.route_tokens
 
     def spy(p: Tensor, *given: Any) -> Tensor:
@@ -77,7 +77,7 @@ class Forward:
             each for each in self.stage.module.modules() if isinstance(each, RoutedExperts)
         ]
         self.tokens: list[Tensor] = []
-        """Of each layer, [tokens, h]."""
+        """Inputs of each layer, [tokens, h]."""
         self.logits: list[Tensor] = []
         """[tokens, experts]."""
         self.outputs: list[Tensor] = []
@@ -102,7 +102,7 @@ class Forward:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("moe", ["top 2", "groups"])
 def test_a_router_computes_in_fp32(moe: str, dtype: str) -> None:
-    """Row 7.02: from tokens and weights in the model's type; a product in that type is another."""
+    """Tokens and weights have the model's type; a product in that type would be another one."""
     run = Forward(moe=moe, dtype=dtype, layers=3)
     narrow = reference.COMPUTE_DTYPES[dtype]
     for layer, tokens, logits in zip(run.layers, run.tokens, run.logits, strict=True):
@@ -113,7 +113,7 @@ def test_a_router_computes_in_fp32(moe: str, dtype: str) -> None:
 
 
 def test_a_token_whose_only_choice_is_dropped_has_no_output() -> None:
-    """Row 7.02 (Switch): it passes on the residual alone."""
+    """Switch Transformer: such a token passes on the residual alone."""
     found: list[tuple[Tensor, Tensor]] = []
     with recorded(found):
         run = Forward(moe="top 1, capacity 1", dtype="fp64")
@@ -125,7 +125,7 @@ def test_a_token_whose_only_choice_is_dropped_has_no_output() -> None:
 
 
 def test_with_one_choice_each_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
-    """Row 7.02: whatever their scores are."""
+    """It is one whatever the scores are."""
     with evenly():
         run = Forward(moe="top 1, capacity 1", dtype="fp64")
     (layer,) = run.layers

@@ -24,7 +24,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.moe import routing as route
 from megapipe.layers.moe.routing import RoutingResult
 from megapipe.layers.moe.specs import NUM_STATS, Drop, Routing, Scope
-from megapipe.model.gpt.moe.mixture import MoELayer
+from megapipe.model.gpt.moe.moe_layer import MoELayer
 from megapipe.train.moe.routing_state import RoutingState
 from tests.parity import reference
 from tests.parity.ranks import Case, configure
@@ -60,7 +60,7 @@ def in_python(text: str) -> str:
 
 
 def as_calls(text: str) -> str:
-    """With ``sum_e(...)`` in the place of ``sum over e of ...``."""
+    """Replace ``sum over e of ...`` by ``sum_e(...)``."""
     found = re.search(r"(sum|mean) over (\w) of ", text)
     if found is None:
         return text
@@ -90,7 +90,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 
 
 def value(name: str, given: Mapping[str, Any], *settings: str) -> Any:
-    """Of the formula for these settings, or of the only one."""
+    """Evaluate the formula for these settings, or the only one of this name."""
     (found,) = (each for each in ALL if each.name == name and each.setting in ("", *settings))
     return eval(found.text, {**KNOWN}, dict(given))
 
@@ -100,7 +100,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def named(how: Routing) -> tuple[str, str]:
-    return f"scores={how.scores}", f"normalise={str(how.normalise).lower()}"
+    return f"score_function={how.scores}", f"norm_topk_prob={str(how.normalise).lower()}"
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -121,7 +121,7 @@ def test_scores_and_weights(scores: str, normalise: bool) -> None:
     p = how.router.scores(logits)
     assert close(value("p_e", {"logit_e": logits}, *named(how)), p)
     ids = route.decode_choices(route.route_tokens(p, how, SEQUENCES))
-    given = {"p_i": p.gather(1, ids), "scale": how.scale}
+    given = {"p_i": p.gather(1, ids), "routed_scaling_factor": how.scale}
     assert close(value("w_i", given, *named(how)), route.routing_weights(p, ids, how))
 
 
@@ -137,7 +137,7 @@ def test_second_choices(normalise: bool) -> None:
 
 
 class Matrix(NamedTuple):
-    """Of a linear layer, which is written as a factor."""
+    """Matrix of a linear layer, which is written as a factor."""
 
     weight: Tensor
 
@@ -148,7 +148,8 @@ class Matrix(NamedTuple):
 @pytest.mark.parametrize("gate", ["none", "sigmoid", "softmax"])
 def test_what_a_layer_makes_of_its_experts_and_of_a_shared_mlp(gate: str) -> None:
     model = configure(Case(model="gpt2", moe="top 2", layers=1, tied=False))[0].model
-    moe = model.moe.model_copy(update={"shared": 20, "shared_gate": gate, "scale": 1.5})
+    changes = {"shared_ffn_hidden": 20, "shared_gate": gate, "routed_scaling_factor": 1.5}
+    moe = model.moe.model_copy(update=changes)
     model = model.model_copy(update={"bias": False, "moe": moe})
     params = reference.init_random(model, seed=3)
     stage, _ = new_stage(model, params)
@@ -158,7 +159,9 @@ def test_what_a_layer_makes_of_its_experts_and_of_a_shared_mlp(gate: str) -> Non
     p = (x @ values["router.weight"].T).softmax(-1)
     ids = route.route_tokens(p, layer.experts.routing, SEQUENCES).long()
     y_e = torch.stack([mlp(x, *pair) for pair in zip(*matrices(values, ""), strict=True)], -1)
-    w_i = value("w_i", {"p_i": p.gather(1, ids), "scale": 1.5}, "normalise=true")
+    w_i = value(
+        "w_i", {"p_i": p.gather(1, ids), "routed_scaling_factor": 1.5}, "norm_topk_prob=true"
+    )
     y_i = y_e.gather(2, ids.unsqueeze(1).expand(-1, model.hidden, -1))  # [tokens, h, k]
     y = value("y", {"w_i": w_i.unsqueeze(1), "y_i": y_i}).squeeze(2)
     given: dict[str, Any] = {"x": x, "y": y, "s": mlp(x, *matrices(values, "shared."))}
@@ -184,12 +187,12 @@ def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 @pytest.mark.parametrize("drop", ["choice", "position", "score"])
 @pytest.mark.parametrize("capacity", [0.3, 0.7, 1.0, 1.25])
 def test_choices_that_are_dropped(drop: Drop, capacity: float) -> None:
-    """Those behind whom there are no places left, by the order of the page."""
+    """A choice is dropped if its expert has no capacity left, in the order of the page."""
     how = Routing(5, 3, capacity=capacity, drop=drop)
     p = how.router.scores(drawn(TOKENS, 5))
     choice = route.route_tokens(p, how, SEQUENCES)
     ids = route.decode_choices(choice)
-    given = {"capacity": Fraction(str(capacity)), "k": 3, "length": LENGTH, "E": 5}
+    given = {"capacity_factor": Fraction(str(capacity)), "k": 3, "length": LENGTH, "E": 5}
     places = value("places", given)
     assert places == how.expert_capacity(LENGTH)
     weights = route.routing_weights(p, ids, how).view(LENGTH, SEQUENCES, 3).tolist()
@@ -199,7 +202,7 @@ def test_choices_that_are_dropped(drop: Drop, capacity: float) -> None:
         for t, of_token in enumerate(ids.view(LENGTH, SEQUENCES, 3)[:, sequence].tolist()):
             for j, expert in enumerate(of_token):
                 own = {"j": j, "t": t, "w": weights[t][sequence][j]}
-                ranked[expert].append((value("order", own, f"drop={drop}"), t, j))
+                ranked[expert].append((value("order", own, f"drop_policy={drop}"), t, j))
         for each in ranked.values():
             for _, t, j in sorted(each)[:places]:
                 kept[t, sequence, j] = True
@@ -236,13 +239,13 @@ def test_terms_of_the_loss(scores: str, scope: Scope, first_only: bool) -> None:
         terms = {"f_e": value("f_e", given), "P_e": value("P_e", {"p_e": p[tokens]}, *named(how))}
         L_g.append(value("L_g", terms))
     given = {
-        "balance": how.aux_loss_coeff,
+        "aux_loss_coeff": how.aux_loss_coeff,
         "T_g": len(of_scopes[0]),
         "T": T,
         "L_g": torch.stack(L_g),
     }
     B = value("B", given).squeeze()
-    Z = value("Z", {"z": how.z_loss_coeff, "logit": logits, "T": T})
+    Z = value("Z", {"z_loss_coeff": how.z_loss_coeff, "logit": logits, "T": T})
     counts = route.count(choice, how, SEQUENCES)
     spread = route.score_sums(p.detach(), how, len(counts))
     chosen = RoutingResult(choice, counts, None)  # type: ignore[arg-type]
@@ -261,7 +264,7 @@ def test_biases() -> None:
     bias = torch.zeros(4, dtype=torch.float64)
     for counts in ([3.0, 1, 4, 0], [1.0, 3, 2, 2], [2.0, 2, 2, 2]):
         state.update([0.0] * NUM_STATS + counts)
-        given = {"bias_e": bias, "bias_rate": 0.01, "count_e": torch.tensor(counts).double()}
+        given = {"bias_e": bias, "bias_update_rate": 0.01, "count_e": torch.tensor(counts).double()}
         bias = value("bias_e", given)
         assert close(state.biases[2], bias)
     assert bias.tolist() == [0.0, 0.0, -0.01, 0.01]
@@ -279,18 +282,21 @@ def test_nearer_experts() -> None:
 
 
 def test_there_are_no_other_formulas() -> None:
-    """Than those that the tests above look at."""
+    """The tests above look at all of them."""
     by_name: dict[str, list[str]] = {}
     for each in ALL:
         by_name.setdefault(each.name, []).append(each.setting)
-    scores, gates = ["scores=softmax", "scores=sigmoid"], ("none", "sigmoid", "softmax")
-    normalise = ["normalise=true", "normalise=false"]
+    scores, gates = (
+        ["score_function=softmax", "score_function=sigmoid"],
+        ("none", "sigmoid", "softmax"),
+    )
+    normalise = ["norm_topk_prob=true", "norm_topk_prob=false"]
     several = {
         "p_e": scores,
         "w_i": normalise,
         "out": [f"shared_gate={gate}" for gate in gates],
         "kept": normalise,
-        "order": [f"drop={drop}" for drop in ("choice", "position", "score")],
+        "order": [f"drop_policy={drop}" for drop in ("choice", "position", "score")],
         "P_e": scores,
     }
     alone = ("y", "places", "f_e", "L_g", "B", "Z", "bias_e", "q_ie", "count_e")

@@ -19,7 +19,7 @@ def rows(count: int, seed: int) -> Tensor:
 
 
 def whole_gradients(seen: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
-    """Gradients of sum_j <factors[j], slices 0..j> by plain autograd."""
+    """Return the gradients of sum_j <factors[j], slices 0..j> by plain autograd."""
     leaves = [piece.detach().clone().requires_grad_() for piece in seen]
     total = sum((torch.cat(leaves[: j + 1]) * f).sum() for j, f in enumerate(factors))
     assert isinstance(total, Tensor)

@@ -12,11 +12,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.distributed.mesh import Axis
+from megapipe.layers.activation_policy import LEAST
 from megapipe.layers.cross_entropy import masked_sum, vocab_parallel_cross_entropy
 from megapipe.layers.linear import ColumnParallelLinear
 from megapipe.layers.linear_cross_entropy import linear_cross_entropy
 from megapipe.layers.parameter import Sharding
-from megapipe.layers.policy import LEAST
 from megapipe.layers.specs import column_linear
 from megapipe.layers.weight_grad import main_grad
 from megapipe.optim.buffers import Bucket, owned_parameters
@@ -37,7 +37,7 @@ def new_head(weight: Tensor) -> ColumnParallelLinear:
 
 
 def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [s, b, h], weight, labels and mask [s, b]."""
+    """Draw hidden states [s, b, h], weight, labels and mask [s, b]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator, dtype=torch.float64)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
@@ -47,7 +47,7 @@ def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(dtype: torch.dtype, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradient of the hidden states, main gradient; chunk 0: head, then loss."""
+    """Return loss, gradient of the hidden states, main gradient; chunk 0: head, then loss."""
     hidden, weight, labels, mask = data(dtype)
     hidden.requires_grad_()
     head = new_head(weight)
@@ -100,7 +100,7 @@ def test_losses_by_source(chunk: int) -> None:
     head, found = new_head(weight), torch.full((4,), math.nan, dtype=torch.float64)
     head.sharding.queue.open(0)
     hidden.requires_grad_()
-    for _ in range(2):  # the second time as where a stage is run again
+    for _ in range(2):  # the second time as where a stage is recomputed
         if chunk:
             loss = linear_cross_entropy(
                 hidden, head, labels, mixed, vocab_size=VOCAB, chunk=chunk, by_source=found
@@ -145,7 +145,7 @@ def test_no_less_precise_than_head_then_loss(dtype: torch.dtype, chunk: int) -> 
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that any operation makes."""
+    """A mode that notes the most elements of a tensor that any operation makes."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Copies in host memory: when they are fetched."""
+"""Offloaded activations in host memory: when they are fetched."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def view_of(copy: Any) -> _View:
 
 @pytest.mark.parametrize("stream", [STREAM, None])
 def test_a_segment_s_copies_come_with_those_of_the_one_before(stream: Any) -> None:
-    """They are on their way while its backward computes; without a stream nothing is fetched
-    before it is needed."""
+    """They are in flight while its backward computes; without a stream nothing is prefetched."""
     notes: list[str] = []
     copies: Any = [FakeCopy(name, notes) for name in ("before", "first", "second", "gone")]
     before = _Parcel(None, stream)

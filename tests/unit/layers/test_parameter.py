@@ -77,11 +77,11 @@ def test_sums_over_the_sequence_are_partial_only_where_it_is_split(
 
 
 OWNERS = [(0, 0, 1, 1, 2, 2), (2, 0, 1, 0, 2, 1), (1, 0, 0, 2, 2, 1)]
-"""Of six experts: as a run begins, each rank with strangers, neighbours on another rank."""
+"""Owners of six experts: initial ones, ranks with strangers, neighbours on another rank."""
 
 
 def of_experts(owners: tuple[int, ...], member: int) -> LocalParameter:
-    """A tensor of six experts, [6, 4, 3], over three ranks and two halves of dimension 1."""
+    """Make a tensor of six experts, [6, 4, 3], over three ranks and two halves of dimension 1."""
     ep = Axis(size=6, index=member, ranks=tuple(range(6)), group=None)
     dispatcher = AllToAllDispatcher(ep, etp=2)
     split = MoESharding(Axis.alone(), False, torch.float32, dispatcher=dispatcher)

@@ -50,7 +50,7 @@ def draw(
 
 
 def test_a_seed_begins_with_the_same_weights_in_every_version() -> None:
-    """At the corners of tiles; kernels of other processors may round otherwise."""
+    """Corners of tiles are compared; kernels of other processors may round otherwise."""
     found = draw((0, 0), (137, 1029), shape=(137, 1029))
     expected = {(0, 0): -0.76294, (63, 0): -1.13391, (64, 0): 0.22359, (0, 511): 0.54822}
     expected |= {(0, 512): 0.41394, (136, 1028): -0.06008}

@@ -15,13 +15,13 @@ from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
 from megapipe.layers.moe.permutation import Permutation, count_rows
 from megapipe.layers.moe.routing import RoutingResult
 from megapipe.layers.moe.specs import Drop, Routing, Scope
-from megapipe.ops.moe.rows import TorchRows
+from megapipe.ops.moe.elementwise import TorchRows
 
 LENGTH, SEQUENCES = 12, 3
 
 
 def logits_of(experts: int, *, ties: bool = False, seed: int = 0) -> Tensor:
-    """[s * b, experts]; with `ties` of few values, so that many are equal."""
+    """Draw logits [s * b, experts]; with `ties` they have few values, so that many are equal."""
     generator = torch.Generator().manual_seed(seed)
     size = (LENGTH * SEQUENCES, experts)
     if ties:
@@ -183,7 +183,7 @@ def test_rows_are_in_the_order_of_experts_and_then_of_tokens() -> None:
 def test_gradient_of_the_logits_is_that_of_the_formulas(
     scores: str, normalise: bool, scope: Scope, first_only: bool
 ) -> None:
-    """Of sum over choices of grad x weight, and of the terms as the module says them."""
+    """The loss is the sum over choices of grad x weight, and the terms as the module says them."""
     how = Routing(
         6,
         3,
@@ -228,7 +228,7 @@ def test_gradient_of_the_logits_is_that_of_the_formulas(
 
 
 def test_the_balance_term_is_one_where_tokens_are_spread_evenly() -> None:
-    """Row 7.02."""
+    """Each of four experts gets two of eight choices."""
     p = torch.full((4, 4), 0.25, dtype=torch.float64)
     choice = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int16)
     how = Routing(4, 2, scope="microbatch")
@@ -242,7 +242,7 @@ BANDWIDTHS = (4.0, 2.0, 1.0, 1.0)
 
 
 def pull(logits: Tensor, counts: Tensor, how: Routing) -> Tensor:
-    """Gradient of the balance term at logits [tokens, experts], with so many choices of each."""
+    """Return the auxiliary loss's gradient at logits [tokens, experts] for `counts` choices."""
     p = how.router.scores(logits)
     ids = p.topk(how.top_k).indices
     distance = routing.distance_factors(BANDWIDTHS, how.experts, p.dtype)
@@ -252,7 +252,7 @@ def pull(logits: Tensor, counts: Tensor, how: Routing) -> Tensor:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_no_gradient_where_choices_are_as_bandwidths(scores: str) -> None:
-    """Row 7.16 (TA-MoE), at any scores; from an even split it is towards near experts."""
+    """TA-MoE, at any scores; from an even split the gradient is towards near experts."""
     how = Routing(8, 2, scores=scores, aux_loss_coeff=0.7)
     optimum = torch.tensor([4, 4, 2, 2, 1, 1, 1, 1]) * 9
     assert pull(logits_of(8), optimum, how).abs().max() < 1e-16
@@ -264,7 +264,7 @@ def test_no_gradient_where_choices_are_as_bandwidths(scores: str) -> None:
 
 
 def test_choices_come_to_be_as_bandwidths() -> None:
-    """Where they are as probable as their scores."""
+    """Choices are made as often as their scores say."""
     how = Routing(8, 2, aux_loss_coeff=1.0)
     logits = torch.zeros(1, 8, dtype=torch.float64)
     for _ in range(600):

@@ -19,7 +19,7 @@ WIDTH = 96
 
 
 def rows_of(dtype: torch.dtype) -> Tensor:
-    """Of all sizes that the type has and codecs know, with outliers, and alike but for the sign."""
+    """Make rows of all sizes that type and codecs have, with outliers, and alike but for sign."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(count: int) -> Tensor:
@@ -40,7 +40,7 @@ def through(rows: Tensor, codec: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_int8_is_half_a_step_away_at_most(dtype: torch.dtype) -> None:
-    """Row 7.13: |x - decode(code(x))| <= bound, of each row."""
+    """|x - decode(code(x))| <= bound holds for each row."""
     rows = rows_of(dtype)
     found = through(rows, "int8")
     assert found.dtype == dtype

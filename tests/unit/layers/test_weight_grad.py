@@ -27,8 +27,8 @@ from megapipe.optim.buffers import Bucket, owned_parameters
 
 @dataclass
 class Task:
-    """Notes its name when it begins, and when run with how many of the tensors under watch are
-    alive then."""
+    """A task that notes its name when it begins, and how many of the tensors under watch are alive
+    when it is run."""
 
     name: str
     log: list[str]
@@ -37,7 +37,7 @@ class Task:
 
     @property
     def weight(self) -> str:
-        """Stands for a parameter."""
+        """Name that stands for a parameter."""
         return self.name
 
     def begin(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megapipe.config.activations import ActivationsConfig
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import BlockPolicy
+from megapipe.layers.activation_policy import BlockPolicy
 from megapipe.layout.activations import block_policies, recomputed_stages
 from megapipe.layout.resolve import resolve
 from megapipe.model.partition import parse_layout
@@ -27,9 +27,13 @@ def spans(**keys: Any) -> tuple[tuple[tuple[int, BlockPolicy], ...], ...]:
 def test_spans() -> None:
     assert spans() == (((3, KEEP),), ((4, KEEP),), ((1, KEEP),))
     assert spans(policy="full") == (((1, FULL),) * 3, ((1, FULL),) * 4, ((1, FULL),))
-    assert spans(policy="full", span=3) == (((3, FULL),), ((3, FULL), (1, FULL)), ((1, FULL),))
-    assert spans(policy="full", span=3, blocks=2)[1] == ((2, FULL), (2, KEEP))
-    assert spans(policy="selective", blocks=[3, 2, 0]) == (
+    assert spans(policy="full", blocks_per_recompute=3) == (
+        ((3, FULL),),
+        ((3, FULL), (1, FULL)),
+        ((1, FULL),),
+    )
+    assert spans(policy="full", blocks_per_recompute=3, num_blocks=2)[1] == ((2, FULL), (2, KEEP))
+    assert spans(policy="selective", num_blocks=[3, 2, 0]) == (
         ((3, SELECTIVE),),
         ((2, SELECTIVE), (2, KEEP)),
         ((1, KEEP),),
@@ -69,9 +73,12 @@ def test_stages_run_again_as_a_whole() -> None:
     ("keys", "message"),
     [
         ({"policy": ["full"] * 2}, "activations.policy has 2 items for 3 virtual stages"),
-        ({"blocks": [1] * 4}, "activations.blocks has 4 items for 3 virtual stages"),
-        ({"blocks": -1}, "activations.blocks=-1: expected no negative number"),
-        ({"blocks": [1, -2, 1]}, r"activations.blocks=\[1, -2, 1\]: expected no negative"),
+        ({"num_blocks": [1] * 4}, "activations.num_blocks has 4 items for 3 virtual stages"),
+        ({"num_blocks": -1}, "activations.num_blocks=-1: expected a number >= 0"),
+        (
+            {"num_blocks": [1, -2, 1]},
+            r"activations.num_blocks=\[1, -2, 1\]: expected a number >= 0",
+        ),
     ],
 )
 def test_what_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -104,10 +111,14 @@ def test_the_layout_has_the_units_and_the_schedule_the_stages_run_again() -> Non
 @pytest.mark.parametrize(
     ("activations", "pipeline", "message"),
     [
-        ({"policy": "stage"}, {"schedule": "seq1f1b", "slices": 2}, "policy=stage: .*seq1f1b cuts"),
+        (
+            {"policy": "stage"},
+            {"schedule": "seq1f1b", "sequence_slices": 2},
+            "policy=stage: .*seq1f1b cuts",
+        ),
         (
             {"offload": ["norm"]},
-            {"schedule": "seq1f1b", "slices": 2},
+            {"schedule": "seq1f1b", "sequence_slices": 2},
             r"offload=\['norm'\]: .*cuts",
         ),
         ({"policy": "stage"}, {"schedule": "auto"}, "policy=stage: pipeline.schedule=auto"),

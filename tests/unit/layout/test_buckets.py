@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megapipe.layout.buckets import process_buckets
 from tests.parity.cases import Case
-from tests.parity.own_models import Own, settle
+from tests.parity.user_models import Own, settle
 
 
 def test_a_parameter_that_is_used_twice_is_planned_once() -> None:
-    """Within a layer; by the first and the last one, with a gradient buffer for each."""
+    """A layer uses it twice, or the first and the last layer do, each with a gradient buffer."""
     config, layout = settle(Own("shared", Case(), 4))
     inner, tied = process_buckets(config, layout, 0)
     twice = [f"layers.{n}.{name}" for n in (1, 2) for name in ("up.weight", "up.bias", "down.bias")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megapipe.layers.policy import LEAST, loss_chunk
+from megapipe.layers.activation_policy import LEAST, loss_chunk
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 
-from megapipe.layout.devices import device, local_device, peak
+from megapipe.layout import devices
+from megapipe.layout.devices import CPU, device, local_device, peak
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,6 @@ def test_known_devices(device_name, tflops):
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
         "NVIDIA H1000",
-        "cpu",
         "",
     ],
 )
@@ -68,3 +68,37 @@ def test_device_of_this_machine(tmp_path):
     text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n"
     (tmp_path / "0000:17:00.0" / "information").write_text(text)
     assert local_device(tmp_path) == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("known", [entry for _, entry in devices._DEVICES])
+def test_shares_of_peaks_are_shares(known):
+    reaches = known.architecture
+    for share in ("gemm", "small_tile", "forward", "backward", "bytes", "fp32"):
+        assert 0 < getattr(reaches, share) <= 1, share
+    assert 0 <= reaches.longest_row <= 1
+    assert reaches.backward < reaches.forward
+    assert reaches.fp8 in (1, 2)
+    assert min(reaches.gemm_fill, reaches.kernel_us, reaches.host_us) >= 0
+
+
+@pytest.mark.parametrize(("pattern", "known"), devices._DEVICES)
+def test_every_device_has_a_bandwidth_and_its_units(pattern, known):
+    assert known.tflops > 0
+    assert 0 < known.tb_s < 10
+    if pattern != CPU:
+        assert known.units is not None
+        assert known.link_gb_s is not None
+
+
+def test_the_first_entry_that_fits_is_the_right_one():
+    """A shorter name must not hide a longer one that contains it."""
+    for pattern, known in devices._DEVICES:
+        found = device(pattern)
+        assert (found.tflops, found.tb_s, found.units) == (known.tflops, known.tb_s, known.units)
+
+
+def test_the_cpu_is_a_device():
+    cpu = device(CPU)
+    assert peak(CPU) == cpu.tflops > 0
+    assert (cpu.units, cpu.link_gb_s, cpu.memory_gb) == (None, None, None)
+    assert device("cpus") is None

@@ -25,20 +25,20 @@ def configure(*overrides: str) -> Config:
             ),
         ),
         (
-            ["checkpoint.folder=elsewhere"],
-            "checkpoint.folder=elsewhere: expected a URL such as s3://bucket/path, or null; a",
+            ["checkpoint.url=elsewhere"],
+            "checkpoint.url=elsewhere: expected a URL such as s3://bucket/path, or null; a",
         ),
         (
-            ["checkpoint.folder=file:///checkpoints"],
-            "checkpoint.folder=file:///checkpoints: expected a path, not a URL, for a local folder",
+            ["checkpoint.url=file:///checkpoints"],
+            "checkpoint.url=file:///checkpoints: expected a path, not a URL, for a local folder",
         ),
         (
-            ["checkpoint.folder=memory://x", "parallel.dp=2"],
-            "checkpoint.folder=memory://x is the memory of one process, of 2: expected a store",
+            ["checkpoint.url=memory://x", "parallel.dp=2"],
+            "checkpoint.url=memory://x is the memory of one of 2: expected a store",
         ),
         (
-            ["checkpoint.folder=s3://"],
-            "checkpoint.folder=s3://: expected a protocol and a path, as in s3://bucket/path",
+            ["checkpoint.url=s3://"],
+            "checkpoint.url=s3://: expected a protocol and a path, as in s3://bucket/path",
         ),
         (
             ["checkpoint.load=s3://bucket/run-*"],
@@ -65,45 +65,51 @@ def configure(*overrides: str) -> Config:
             "model.head_dim=7 (hidden / heads by default) is odd",
         ),
         (
-            ["model.positions=rotary", "model.rotary_share=0.3"],
-            "model.head_dim=8 (hidden / heads by default) x model.rotary_share=0.3 is 2.4",
+            ["model.positions=rotary", "model.rope.percent=0.3"],
+            "model.head_dim=8 (hidden / heads by default) x model.rope.percent=0.3 is 2.4",
         ),
         (
-            ["model.positions=rotary", "model.rotary_scaling=yarn"],
-            "model.rotary_scaling=yarn needs model.rotary_original_positions",
+            ["model.positions=rotary", "model.rope.scaling=yarn"],
+            "model.rope.scaling=yarn needs model.rope.original_positions",
         ),
         (
             (
                 "model.positions=rotary",
-                "model.rotary_scaling=llama3",
-                "model.rotary_original_positions=64",
-                "model.rotary_turns_low=4",
+                "model.rope.scaling=llama3",
+                "model.rope.original_positions=64",
+                "model.rope.low_freq_factor=4",
             ),
-            "model.rotary_turns_low=4 is not below model.rotary_turns_high=4",
+            "model.rope.low_freq_factor=4 is not below model.rope.high_freq_factor=4",
         ),
         (
-            ["model.rotary_base=500"],
-            "model.rotary_base=500.0 has no effect without model.positions=rotary: expected 10000",
+            ["model.rope.base=500"],
+            "model.rope.base=500.0 has no effect without model.positions=rotary: expected 10000",
         ),
         (
-            ["model.rotary_base=500", "model.rotary_share=0.5"],
-            "model.rotary_base=500.0, model.rotary_share=0.5 have no effect without model.pos",
+            ["model.rope.base=500", "model.rope.percent=0.5"],
+            "model.rope.base=500.0, model.rope.percent=0.5 have no effect without model.pos",
         ),
         (
-            ["model.rotary_share=0.5"],
-            "model.rotary_share=0.5 has no effect without model.positions=rotary: expected 1.0, or",
+            ["model.rope.percent=0.5"],
+            "model.rope.percent=0.5 has no effect without model.positions=rotary: expected 1.0, or",
         ),
         (
-            ["model.norm_offset=true"],
-            "model.norm_offset=true has no effect without model.norm=rmsnorm: expected false, or",
+            ["model.zero_centered_norm=true"],
+            (
+                "model.zero_centered_norm=true has no effect without model.norm=rmsnorm: expected "
+                "false, or"
+            ),
         ),
         (
             ["model.full_attention_every=2"],
-            "model.full_attention_every=2 has no effect without model.window: expected null, or",
+            (
+                "model.full_attention_every=2 has no effect without model.sliding_window: expected "
+                "null, or"
+            ),
         ),
         (
-            ["model.window=4", "model.dropout=0.1"],
-            "model.window needs model.dropout=0, not 0.1",
+            ["model.sliding_window=4", "model.dropout=0.1"],
+            "model.sliding_window needs model.dropout=0, not 0.1",
         ),
         (
             ["model.positions=alibi", "model.dropout=0.1"],
@@ -190,41 +196,46 @@ def configure(*overrides: str) -> Config:
             ),
         ),
         (
-            ["parallel.pp=4", "pipeline.layout=[4, 4]"],
+            ["parallel.pp=4", "pipeline.stage_layout=[4, 4]"],
             (
-                "pipeline.layout='E L*4 | L*4 H' has 2 stages: expected 4, as "
+                "pipeline.stage_layout='E L*4 | L*4 H' has 2 stages: expected 4, as "
                 "pipeline.schedule=1f1b has on parallel.pp=4 ranks"
             ),
         ),
-        (["pipeline.layout=[7]"], "places 7 layers, but model.layers is 8"),
-        (["pipeline.layout=[]"], "expected one layer count per stage"),
-        (["pipeline.layout=E L*8"], "has 0 times H"),
+        (["pipeline.stage_layout=[7]"], "places 7 layers, but model.layers is 8"),
+        (["pipeline.stage_layout=[]"], "expected one layer count per stage"),
+        (["pipeline.stage_layout=E L*8"], "has 0 times H"),
         (["pipeline.schedule=1f1bb"], "pipeline.schedule=1f1bb: "),
         (["parallel.pp=2", "pipeline.chunks=2"], "pipeline.schedule=1f1b: "),
         (
-            ["parallel.pp=2", "pipeline.group=13", "pipeline.schedule=interleaved_1f1b"],
+            [
+                "parallel.pp=2",
+                "pipeline.options.microbatch_group_size=13",
+                "pipeline.schedule=interleaved_1f1b",
+            ],
             "pipeline.schedule=interleaved_1f1b: ",
         ),
-        (["pipeline.group=2"], "pipeline.schedule=1f1b: "),
-        (["pipeline.pairs=2"], "pipeline.schedule=1f1b: schedule 1f1b: pairs must not be given"),
-        (["pipeline.slices=2"], "pipeline.schedule=1f1b: schedule 1f1b: slices must be 1, not 2"),
         (
-            ["pipeline.replicas=[2,1]"],
-            (
-                "pipeline.schedule=1f1b: schedule 1f1b: replicas must not be given, not [2, 1]; "
-                "1f1b_rr has it"
-            ),
+            ["pipeline.sequence_slices=2"],
+            "pipeline.schedule=1f1b: schedule 1f1b: slices must be 1, not 2",
         ),
         (
-            ["pipeline.schedule=1f1b_rr", "parallel.pp=4", "pipeline.replicas=[2,1]"],
-            "replicas [2, 1] are 3 ranks: expected numbers that add up to all 4",
+            [
+                "pipeline.schedule=1f1b_rr",
+                "parallel.pp=4",
+                "pipeline.options.ranks_per_stage=[2,1]",
+            ],
+            "ranks_per_stage [2, 1] adds up to 3 ranks; it must add up to 4",
         ),
         (
             [
                 *("pipeline.schedule=1f1b_rr", "parallel.pp=3"),
                 *("train.global_batch=9", "train.microbatch=1"),
             ],
-            "microbatches must be a multiple of 2 for replicas [2, 1], not 9; the next is 10",
+            (
+                "microbatches must be a multiple of 2 for ranks_per_stage [2, 1], not 9; the next "
+                "is 10"
+            ),
         ),
         (
             ["pipeline.schedule=chimera", "parallel.pp=3"],
@@ -241,19 +252,19 @@ def configure(*overrides: str) -> Config:
             ),
         ),
         (
-            ["pipeline.schedule=seq1f1b", "parallel.pp=2", "pipeline.slices=257"],
-            "257 slices of a sequence of 256 tokens in multiples of 1; there can be 1 to 256",
+            ["pipeline.schedule=seq1f1b", "parallel.pp=2", "pipeline.sequence_slices=257"],
+            "257 slices of a sequence of 256 tokens in multiples of 1: expected 1 to 256",
         ),
         (
             [
                 "pipeline.schedule=seq1f1b",
-                "pipeline.slices=65",
+                "pipeline.sequence_slices=65",
                 "parallel.tp=4",
                 "parallel.sequence_parallel=true",
             ],
             (
-                "65 slices of a sequence of 256 tokens in multiples of 4; there can be 1 to 64, or "
-                "65 of 260 tokens"
+                "65 slices of a sequence of 256 tokens in multiples of 4: expected 1 to 64, "
+                "or 65 of 260 tokens"
             ),
         ),
         (
@@ -288,6 +299,23 @@ def test_impossible(overrides: list[str], words: str) -> None:
     assert text.startswith("x.yaml: ")
     assert words in text
     assert text.isprintable(), "one line"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("microbatch_group_size=2", "microbatch_group_size=2"),
+        ("chimera_pairs=2", "chimera_pairs=2"),
+        ("ranks_per_stage=[2,1]", "ranks_per_stage=[2, 1]"),
+    ],
+)
+def test_options_of_other_schedules_are_refused(given: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(f"pipeline.options.{given}")
+    assert str(caught.value) == (
+        f"command line: pipeline.options.{shown}: pipeline.schedule=1f1b has no such option: "
+        "it has extra_warmup"
+    )
 
 
 def test_the_share_for_a_warm_up_that_is_named_is_one() -> None:
@@ -326,7 +354,7 @@ def test_the_share_for_a_warm_up_that_is_named_is_one() -> None:
             ),
         ),
         (
-            ["parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process"],
+            ["parallel.pp=4", "parallel.tp=2", "pipeline.transport=in_process"],
             3,
             (
                 "world size 3 does not divide into cp 1 x tp 2 "
@@ -340,3 +368,7 @@ def test_wrong_world(overrides: list[str], world: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(configure(*overrides), world, None, where="x.yaml")
     assert str(caught.value) == f"x.yaml: {words}"
+    with pytest.raises(ConfigError) as caught:
+        resolve(configure(*overrides, f"plan.gpus={world}"), None, None, where="x.yaml")
+    planned = words.partition("; start with")[0].replace("world size ", "plan.gpus=")
+    assert str(caught.value) == f"x.yaml: {planned}"

@@ -11,7 +11,7 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layout.checks import shortened
 from megapipe.layout.resolve import resolve
-from megapipe.layout.slices import balanced_slices
+from megapipe.layout.slice_search import balanced_slices
 from megapipe.model.partition import format_layout
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.schedule.generators import build
@@ -55,8 +55,18 @@ def test_without_a_launcher_the_world_is_what_the_layout_needs() -> None:
     assert (layout.dp, layout.world) == (3, 24)
 
 
+def test_a_plan_is_for_a_given_number_of_processes() -> None:
+    """A launcher's number counts instead, and a stored configuration has only dp."""
+    given = configure("parallel.tp=2", "parallel.pp=4", "plan.gpus=24")
+    for world, dp in ((None, 3), (8, 1)):
+        config, layout = resolve(given, world, 257)
+        assert (layout.dp, layout.world) == (dp, 8 * dp)
+        assert (config.parallel.dp, config.plan.gpus) == (dp, None)
+        assert resolve(config, None, 257) == (config, layout)
+
+
 def test_in_process_pipeline_ranks_are_no_processes() -> None:
-    overrides = ("parallel.pp=4", "parallel.tp=2", "pipeline.channels=in_process")
+    overrides = ("parallel.pp=4", "parallel.tp=2", "pipeline.transport=in_process")
     _, layout = resolve(configure(*overrides), 4, 257)
     assert (layout.dp, layout.pp, layout.world) == (2, 4, 4)
 
@@ -76,8 +86,8 @@ def test_vocabulary() -> None:
     [
         (("parallel.pp=4",), "E L*2 | L*2 | L*2 | L*2 H"),
         (("parallel.pp=4", "model.vocab_size=20000"), "E L*2 | L*3 | L*3 | H"),
-        (("parallel.pp=2", "pipeline.layout=[3, 5]"), "E L*3 | L*5 H"),
-        (("parallel.pp=2", "pipeline.layout=ELL|LLLLLLH"), "E L*2 | L*6 H"),
+        (("parallel.pp=2", "pipeline.stage_layout=[3, 5]"), "E L*3 | L*5 H"),
+        (("parallel.pp=2", "pipeline.stage_layout=ELL|LLLLLLH"), "E L*2 | L*6 H"),
         (
             ("parallel.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved_1f1b"),
             "E L*2 | L*2 | L*2 | L*2 H",
@@ -118,11 +128,11 @@ def test_chunks_are_those_of_the_fullest_rank() -> None:
 
 def test_slices_take_equal_flops() -> None:
     overrides = ["parallel.pp=2", "train.global_batch=8", "pipeline.schedule=seq1f1b"]
-    _, layout = resolve(configure(*overrides, "pipeline.slices=3"), None, None)
+    _, layout = resolve(configure(*overrides, "pipeline.sequence_slices=3"), None, None)
     assert layout.slice_lengths == balanced_slices(layout.model.causal_flops, 256, 3)
     assert sum(layout.slice_lengths) == 256
     assert (layout.microbatches, layout.schedule.slices) == (2, 3)
-    overrides += ["pipeline.slices=3", "parallel.tp=4", "parallel.sequence_parallel=true"]
+    overrides += ["pipeline.sequence_slices=3", "parallel.tp=4", "parallel.sequence_parallel=true"]
     _, layout = resolve(configure(*overrides), None, None)
     assert layout.slice_lengths == balanced_slices(layout.model.causal_flops, 256, 3, 4)
     assert not any(length % 4 for length in layout.slice_lengths)
@@ -179,7 +189,7 @@ def unpacked(ranks, microbatches):
     [
         ("invalid:swapped", "rank 0, op 0 (0B11): it needs 0F11 first"),
         ("invalid:unknown", "schedule 1f1b: rank 0, op 0"),
-        ("invalid:unpacked", "its lists of operations must be arrays of packed ones"),
+        ("invalid:unpacked", "its `ops` must be arrays of packed operations"),
         ("invalid.csv", "is missing from its list"),
     ],
 )
@@ -191,7 +201,7 @@ def test_a_schedule_of_one_s_own_is_proved_before_anything_starts(
     (tmp_path / "invalid.csv").write_text(short)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "invalid", raising=False)
-    given = configure("parallel.pp=2", f"pipeline.schedule={spec}", "pipeline.memory_limit=12")
+    given = configure("parallel.pp=2", f"pipeline.schedule={spec}", "pipeline.activation_limit=12")
     with pytest.raises(ConfigError) as raised:
         resolve(given, None, None)
     assert str(raised.value).startswith(f"configuration: pipeline.schedule={spec}: ")
@@ -230,7 +240,7 @@ def test_auto_begins_with_split_backwards_on_the_placement(
 )
 def test_auto_begins_within_the_memory_limit(settings: tuple[str, ...], limit: int) -> None:
     given = ("parallel.pp=4", "pipeline.schedule=auto", "model.layers=8", "train.global_batch=8")
-    config = configure(*given, f"pipeline.memory_limit={limit}", *settings)
+    config = configure(*given, f"pipeline.activation_limit={limit}", *settings)
     _, layout = resolve(config, None, None, measure=BY_UNITS)
     assert layout.schedule.whole_microbatches == layout.microbatches
     assert max(peak_held(layout.schedule)) <= limit

@@ -21,7 +21,7 @@ def configure(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("schedule", ["zb_2p", "interleaved_1f1b"])
 def test_an_order_is_made_and_proved_once(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the tokenizer is there, an order that goes by costs has one micro-batch."""
+    """Before the tokenizer is there, an order that depends on costs has one micro-batch."""
     made, proved = [], []
     module = megapipe.layout.resolve
     load, prove = module.load, module.validate
@@ -52,7 +52,7 @@ def test_an_order_is_made_and_proved_once(schedule: str, monkeypatch: pytest.Mon
 
 
 def test_the_device_is_known_before_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what is named, or by this machine's driver; and a run says what it found."""
+    """It is the one that is named, or this machine's driver knows it; a run says what it found."""
 
     def layout_of(*keys: str, **more: Any) -> Layout:
         return resolve(configure(*keys), None, None, **more)[1]
@@ -61,8 +61,8 @@ def test_the_device_is_known_before_the_plan(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(devices, "local_device", lambda: None)
     assert (layout_of().device, layout_of().loss_chunk) == ("cpu", 256)
     assert layout_of("parallel.device=cuda").device == "cuda"
-    assert layout_of("log.device=H100").loss_chunk == 4096
-    found = layout_of("log.device=H100", device="cpu", before=layout_of("log.device=H100"))
+    assert layout_of("plan.device=H100").loss_chunk == 4096
+    found = layout_of("plan.device=H100", device="cpu", before=layout_of("plan.device=H100"))
     assert (found.device, found.loss_chunk) == ("cpu", 256)
     monkeypatch.setattr(devices, "local_device", lambda: "NVIDIA H100 PCIe")
     assert layout_of().device == "cuda"

@@ -38,7 +38,7 @@ class Through(nn.Module):
 
 
 def layers(dropout: float = 0.0) -> list[nn.Module]:
-    """Nine modules in fp64 with tuples in their middle, the same at every call."""
+    """Make nine modules in fp64 with tuples in their middle, the same at every call."""
     torch.manual_seed(3)
     made = [
         nn.Embedding(VOCABULARY, WIDTH),
@@ -55,7 +55,7 @@ def layers(dropout: float = 0.0) -> list[nn.Module]:
 
 
 def batch(samples: int = 8, length: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and mask."""
+    """Draw tokens, labels and mask."""
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (samples, length), generator=draw)
     labels = torch.randint(VOCABULARY, (samples, length), generator=draw)
@@ -63,7 +63,7 @@ def batch(samples: int = 8, length: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(modules: list[nn.Module], *inputs: Tensor) -> Tensor:
-    """The modules one after the other, in plain torch."""
+    """Run the modules one after the other, in plain torch."""
     x = inputs
     for module in modules:
         y = module(*x)
@@ -72,6 +72,6 @@ def run(modules: list[nn.Module], *inputs: Tensor) -> Tensor:
 
 
 def gradients(modules: list[nn.Module]) -> dict[str, Tensor]:
-    """By name; zeros where none came."""
+    """Return the gradients by name; zeros where none came."""
     named = nn.ModuleList(modules).named_parameters()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}

@@ -32,7 +32,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 def plain(
     modules: list[nn.Module], loss: Callable[[Tensor], Tensor], *inputs: Tensor
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and the gradients, in plain torch."""
+    """Return the loss of a batch and the gradients, in plain torch."""
     value = loss(run(modules, *inputs))
     value.backward()
     return value.item(), gradients(modules)
@@ -93,8 +93,7 @@ def test_gradients_are_added_as_backward_adds_them() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_of_one_s_own_is_that_of_the_batch(reduction: Any) -> None:
-    """Over two inputs and targets of floating-point values, into a first module without
-    parameters."""
+    """Two inputs and floating-point targets go into a first module without parameters."""
 
     class Add(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -230,7 +229,7 @@ def test_modules_that_pass_on_what_has_no_gradient_are_refused() -> None:
             return {"x": x.double()}
 
     inner = layers()
-    with pytest.raises(ConfigError, match="module 0 returns whole numbers only"):
+    with pytest.raises(ConfigError, match="module 0 returns only integers"):
         Pipeline([Count(), *inner], layout=[1, 9]).step(batch())
     with pytest.raises(ConfigError, match="module 0 returns dict: expected a tensor"):
         Pipeline([Named(), *inner], layout=[1, 9]).step(batch())

@@ -1,4 +1,4 @@
-"""Whatever a block keeps, runs again or puts away: the same bits, and what is let go of."""
+"""What a block saves, recomputes or offloads: the same bits, and what is freed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.nn import functional
 from megapipe.config.model import ModelConfig
 from megapipe.engine.stage import Stage
 from megapipe.layers import offload
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.norm import Norm
 from megapipe.layers.offload import ActivationOffload
-from megapipe.layers.policy import BlockSpan
 from megapipe.layers.recompute import StageInput, recompute, save_all
 from megapipe.layers.weight_grad import WeightGradQueue, WeightGradTask
 from megapipe.layout.activations import block_policies
@@ -65,7 +65,7 @@ def hidden(model: ModelConfig, seed: int = 0) -> Tensor:
 
 
 def run(model: ModelConfig, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Two micro-batches in flight through two stages, weight gradients last."""
+    """Run two micro-batches in flight through two stages, weight gradients last."""
     stages, buckets = new_pipeline(model, reference.init_random(model, seed=3), (1, 2))
     for stage, layers in zip(stages, (1, 2), strict=True):
         spec = StageSpec(embedding=False, layers=range(layers), head=False)
@@ -98,8 +98,8 @@ def test_the_input_of_a_stage_is_a_leaf_unless_it_is_put_away(name: str) -> None
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_losses_and_gradients_are_the_same_bitwise(name: str, kind: str, norm: str) -> None:
-    """But for one case: the CPU's rmsnorm hands its input two gradients, which autograd adds to
-    that of the residual one by one where the norm is kept, and together where it is run again."""
+    """One case differs: the CPU's rmsnorm hands its input two gradients. Autograd adds them to the
+    residual's one by one where the norm is saved, and together where it is recomputed."""
     model = model_of(kind, dropout=0.3).model_copy(update={"norm": norm, "bias": False})
     plain_sums, plain = run(model, "keep")
     sums, grads = run(model, name)
@@ -143,7 +143,7 @@ def test_a_backward_in_one_is_the_same_bitwise_and_lets_nothing_wait(name: str) 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Calls of what a block is made of."""
+    """Count the calls of what a block is made of."""
     counts: Counter[str] = Counter()
 
     def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def test_a_stage_that_is_run_again_as_a_whole_runs_no_block_a_third_time() -> No
     model = model_of("gpt2")
     params = reference.init_random(model, seed=3)
     config, _ = configure(Case(activations="full"))
-    (spans,) = block_policies(config.activations, [MIDDLE], again={0})
+    (spans,) = block_policies(config.activations, [MIDDLE], recomputed={0})
     stage, _ = new_stage(model, params, MIDDLE, spans=spans, recompute=True)
     with counted() as counts:
         stage.forward((0, 0), hidden(model), microbatch(model, 0))
@@ -231,7 +231,7 @@ def test_evaluation_keeps_nothing() -> None:
 def test_two_views_of_one_storage_share_its_copy(inner: Any) -> None:
     host = ActivationOffload()
 
-    def product(pair: Tensor, graph_only: bool = False) -> Tensor:
+    def product(pair: Tensor, skip_output: bool = False) -> Tensor:
         left, right = pair.chunk(2)
         return left * right
 
@@ -249,7 +249,7 @@ def test_a_storage_that_is_freed_within_a_part_is_not_mistaken_for_another() -> 
     """The memory of a saved tensor that is gone may be that of the next one."""
     host = ActivationOffload()
 
-    def chain(x: Tensor, graph_only: bool = False) -> Tensor:
+    def chain(x: Tensor, skip_output: bool = False) -> Tensor:
         for _ in range(20):
             x = x * x  # saves x, which nothing else holds on to
             x = x * 0.5

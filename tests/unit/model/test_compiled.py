@@ -15,8 +15,8 @@ from megapipe.assembly.kernels import select_kernels
 from megapipe.config.config import Config
 from megapipe.engine.stage import Stage
 from megapipe.errors import ConfigError
-from megapipe.layers.policy import BlockPolicy, BlockSpan
-from megapipe.layout.family import model_spec_of
+from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.ops.compiler import Compiler, torch_compile
 from megapipe.optim.buffers import Bucket
@@ -32,7 +32,7 @@ from tests.parity.compiled_stages import (
     stage_of,
     without_graphs,
 )
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 pytestmark = pytest.mark.full
 
@@ -44,7 +44,7 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 
 
 def products(stage: Stage, bucket: Bucket) -> int:
-    """GEMMs of one micro-batch."""
+    """Count the GEMMs of one micro-batch."""
     with FlopCounterMode(display=False) as counter:
         run(stage, bucket, "F0 I0 W0")
     counts = counter.get_flop_counts()["Global"]
@@ -53,7 +53,7 @@ def products(stage: Stage, bucket: Bucket) -> int:
 
 @in_parts("policy", ["full", "stage"], default=2, full=1)
 def test_a_product_that_nobody_needs_is_left_out(policy: str) -> None:
-    """A block that is run again ends without its last product, compiled or not."""
+    """A recomputed block ends without its last product, compiled or not."""
     model = model_of("llama")
 
     def stage(compiler: Compiler | None) -> tuple[Stage, Bucket]:
@@ -105,7 +105,7 @@ def test_the_check_passes_what_is_right(dtype: str, documents: bool) -> None:
 
 
 def overwritten(index: int) -> Compiler:
-    """The input of a layer is written over once the next micro-batch runs."""
+    """Return a compiler that writes over a layer's input once the next micro-batch runs."""
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         earlier: list[Tensor] = []
@@ -123,15 +123,15 @@ def overwritten(index: int) -> Compiler:
 
 
 def lost(index: int) -> Compiler:
-    """The gradient of a layer's output goes elsewhere."""
+    """Return a compiler that leads the gradient of a layer's output elsewhere."""
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(block: Any, x: Any, rotary: Any, mask: Any, linears: Any, graph_only: Any) -> Any:
+        def run(block: Any, x: Any, rotary: Any, mask: Any, linears: Any, skip_output: Any) -> Any:
             linears = list(linears)
             if linears[index].sink is not None:
                 sink = torch.zeros_like(linears[index].sink).requires_grad_()
                 linears[index] = linears[index]._replace(sink=sink)
-            return function(block, x, rotary, mask, linears, graph_only)
+            return function(block, x, rotary, mask, linears, skip_output)
 
         return run
 
@@ -160,7 +160,7 @@ def test_a_compiler_that_fails_is_one_line() -> None:
 
         return run
 
-    with pytest.raises(ConfigError, match=r"compile fails here: no compiler at hand; expected"):
+    with pytest.raises(ConfigError, match=r"torch.compile fails: no compiler at hand; expected"):
         check(model_of("gpt2"), compiler)
 
 
@@ -168,7 +168,7 @@ def test_a_compiler_that_fails_is_one_line() -> None:
     ("section", "values", "needs"),
     [
         ("model", {"dropout": 0.1}, "model.dropout=0, not 0.1"),
-        ("pipeline", {"schedule": "seq1f1b", "slices": 2}, "whole sequences"),
+        ("pipeline", {"schedule": "seq1f1b", "sequence_slices": 2}, "whole sequences"),
         ("activations", {"policy": "selective"}, "activations.policy=keep, full or stage"),
         ("activations", {"policy": "full", "offload": ["norm"]}, r"activations.offload=\[\]"),
     ],
@@ -188,8 +188,12 @@ def test_kernels_of_a_compiled_block() -> None:
     kernels = select_kernels(config, needs, cpu, torch.float32)
     assert kernels.compiler is torch_compile
     assert "blocks compiled (torch.compile)" in kernels.banner()
-    for name, reason in (("flex", "cannot be part of"), ("math", "is taken apart by inductor")):
-        named = config.kernels.model_copy(update={"attention": name})
-        wanting = config.model_copy(update={"kernels": named})
+    for name, reason in (
+        ("flex", "cannot be part of"),
+        ("math", "gives wrong results when inductor"),
+    ):
+        only = config.kernels.only.model_copy(update={"attention": name})
+        kernels_config = config.kernels.model_copy(update={"only": only})
+        wanting = config.model_copy(update={"kernels": kernels_config})
         with pytest.raises(ConfigError, match=f"attention={name}: {reason}"):
             select_kernels(wanting, needs, cpu, torch.float32)

@@ -14,7 +14,11 @@ from tests.parity.families import token_flops
 SPLIT = "parallel.sequence_parallel=true"
 EXPERTS = (
     *("model.layers=2", "model.hidden=64", "model.heads=8", "model.vocab_size=512"),
-    *("model.moe.experts=16", "model.moe.ffn=24", "model.moe.capacity=1.3"),
+    *(
+        "model.moe.num_experts=16",
+        "model.moe.expert_ffn_hidden=24",
+        "model.moe.capacity_factor=1.3",
+    ),
     "train.sequence_length=64",
 )
 
@@ -48,8 +52,8 @@ def test_counted(activation: str) -> None:
 
 
 def test_windows_count_what_is_seen() -> None:
-    """Of three layers one sees all; each token of the others sees four positions at most."""
-    model = ModelConfig(layers=3, hidden=48, heads=8, window=4, full_attention_every=3)
+    """One of three layers sees all; each token of the others sees four positions at most."""
+    model = ModelConfig(layers=3, hidden=48, heads=8, sliding_window=4, full_attention_every=3)
     model = model.resolved(vocab_size=101, sequence_length=16)
     per_position = layer_flops(model, 1) - layer_flops(model, 0)
     whole = layer_flops(model, 16)
@@ -68,12 +72,12 @@ def test_empty_rows_of_experts_are_computed_and_no_model_flops(
     one."""
     given = (*EXPERTS, *keys)
     plain, padded = (
-        resolve(parse([*given, f"experts.pad={pad}"]).config, None, None)[1].model
+        resolve(parse([*given, f"experts.pad_to_capacity={pad}"]).config, None, None)[1].model
         for pad in ("false", "true")
     )
     row = 2 * 64 * 2 * 24
     more = 2 * row * (rows - 2)
-    before, now = (family.work(family.whole, (), again=False) for family in (plain, padded))
+    before, now = (family.work(family.whole, (), recompute=False) for family in (plain, padded))
     assert [b - a for a, b in zip(before, now, strict=True)] == [more, more, more, 0]
     assert padded.token_flops() == plain.token_flops()
     costs = [sum(family.unit_costs(None)) for family in (plain, padded)]

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
-from megapipe.generate.reading import CachedDecoder
+from megapipe.generate.cached_decoder import CachedDecoder
 from megapipe.layers.microbatch import MicroBatch
-from tests.parity.held_models import held_model
-from tests.parity.marks import in_parts
+from tests.parity.in_memory_models import held_model
 from tests.parity.reference import assert_grads_close, init_random, random_batch
 from tests.parity.stage_cases import main_grads, new_stage
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import (
     CASES,
     FAMILIES,
@@ -54,7 +54,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
 def check_reading(
     params: dict[str, Tensor], config: ModelConfig, tokens: Tensor, logits: Tensor
 ) -> None:
-    """Two texts side by side, one behind padding, token by token from what the cache holds."""
+    """Check two texts side by side, one behind padding, token by token from the cache."""
     texts, ahead = [tokens[:9].tolist(), tokens[:4].tolist()], tokens.tolist()
     reading = CachedDecoder(held_model(config, params, context=17), texts, room=4)
     for i in range(4):

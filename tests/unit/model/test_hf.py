@@ -24,6 +24,7 @@ from transformers import (
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
+from megapipe.config.rope import RopeConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.model.gpt.hf.config import class_of, config_from_hf, config_to_hf, row_of
 from megapipe.model.gpt.hf.weights import entries, from_hf, to_hf
@@ -50,7 +51,7 @@ LLAMA = ModelConfig(
     norm="rmsnorm",
     norm_eps=1e-6,
     positions="rotary",
-    rotary_base=500000.0,
+    rope=RopeConfig(base=500000.0),
     activation="swiglu",
     bias=False,
     tied_embeddings=False,
@@ -177,7 +178,7 @@ def test_files_have_tensors_for_each_expert(name: str, gate: str, up: str) -> No
     params = init_random(model, seed=3, dtype=torch.float32)
     state, spelled = to_hf(params, model), {}
     for entry in entries(row_of(model), model):
-        parts = entry.way.split(params[entry.name], model)
+        parts = entry.transform.split(params[entry.name], model)
         spelled |= dict(zip(entry.hf_names, parts, strict=True))
     found = torch.cat([spelled[f"model.layers.{part}.weight"] for part in (gate, up)])
     assert torch.equal(state["model.layers.2.mlp.experts.gate_up_proj"][1], found)
@@ -193,17 +194,21 @@ def test_layers_without_experts_are_listed_as_a_class_does() -> None:
     def keys(**changes: Any) -> tuple[int, list[int]]:
         base = MODELS["qwen3_moe_every"]
         config = config_to_hf(
-            base.model_copy(update={"moe": MoEConfig(experts=4, ffn=20, group_top_k=1, **changes)})
+            base.model_copy(
+                update={
+                    "moe": MoEConfig(num_experts=4, expert_ffn_hidden=20, topk_groups=1, **changes)
+                }
+            )
         )
         again = config_from_hf(config).moe
-        moe = MoEConfig(experts=4, **changes)
+        moe = MoEConfig(num_experts=4, **changes)
         assert all(again.has_experts(i) == moe.has_experts(i) for i in range(6))
         return config.decoder_sparse_step, config.mlp_only_layers
 
     assert keys() == (1, [])
-    assert keys(dense_first=2) == (1, [0, 1])
-    assert keys(dense_first=2, every=2) == (2, [1])
-    assert keys(dense_first=1, every=2) == (1, [0, 1, 3, 5])
+    assert keys(first_dense_layers=2) == (1, [0, 1])
+    assert keys(first_dense_layers=2, layer_freq=2) == (2, [1])
+    assert keys(first_dense_layers=1, layer_freq=2) == (1, [0, 1, 3, 5])
     assert keys(dense_layers=[0, 4]) == (1, [0, 4])
 
 
@@ -259,9 +264,11 @@ def test_a_state_of_another_model_is_refused(
 def test_the_balance_of_experts_is_that_of_the_class() -> None:
     for config in (MixtralConfig(router_aux_loss_coef=0.02), Qwen3MoeConfig()):
         model = config_from_hf(config)
-        assert model.moe.balance == config.router_aux_loss_coef
+        assert model.moe.aux_loss_coeff == config.router_aux_loss_coef
         assert config_to_hf(model).router_aux_loss_coef == config.router_aux_loss_coef
-    assert config_from_hf(config_to_hf(of_dots1(balance=0.3))).moe.balance == 0, "it has none"
+    assert config_from_hf(config_to_hf(of_dots1(aux_loss_coeff=0.3))).moe.aux_loss_coeff == 0, (
+        "it has none"
+    )
 
 
 def test_params_of_another_model_are_refused() -> None:
@@ -313,7 +320,7 @@ def test_params_of_another_model_are_refused() -> None:
         (GPTNeoXConfig(hidden_act="relu"), "hidden_act 'relu'.* for gpt_neox"),
         (
             Gemma2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]),
-            "layer_types .* every n-th layer alone",
+            "layer_types .* every n-th layer, sliding",
         ),
         (
             Gemma3TextConfig(
@@ -329,20 +336,26 @@ def test_params_of_another_model_are_refused() -> None:
             MixtralConfig(num_experts_per_tok=9),
             "num_local_experts = 8, num_experts_per_tok = 9, .*: model.moe.top_k=9 is more than",
         ),
-        (MixtralConfig(num_local_experts=1), "num_local_experts = 1, .*model.moe.experts = 1: "),
+        (
+            MixtralConfig(num_local_experts=1),
+            "num_local_experts = 1, .*model.moe.num_experts = 1: ",
+        ),
         (
             Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
-            "num_experts_per_tok = 1, .*norm_topk_prob = True, .*expected model.moe.normalise=f",
+            (
+                "num_experts_per_tok = 1, .*norm_topk_prob = True, .*expected "
+                "model.moe.norm_topk_prob=f"
+            ),
         ),
         (dots1(n_shared_experts=None), "n_shared_experts = None: expected 1 or more"),
-        (dots1(n_group=3), "n_group = 3, .*model.moe.experts=8 is not divisible by .*groups=3"),
-        (dots1(topk_group=0), "topk_group = 0 cannot be expressed: model.moe.group_top_k = 0"),
+        (dots1(n_group=3), "n_group = 3, .*model.moe.num_experts=8 is not divisible by .*groups=3"),
+        (dots1(topk_group=0), "topk_group = 0 cannot be expressed: model.moe.topk_groups = 0"),
         (dots1(n_routed_experts=None), "n_routed_experts = None, .*it has no experts"),
         (dots1(attention_bias=True), "attention_bias = True.* for dots1"),
         (Qwen3MoeConfig(decoder_sparse_step=0), "decoder_sparse_step = 0: expected 1 or more"),
         (
             Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=[0, 1]),
-            "num_experts = 128, .* leave none of model.layers=2",
+            "num_experts = 128, .* leave no MoE layer in model.layers=2",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -366,27 +379,71 @@ def test_unsupported_configs_are_refused(hf_config: Any, message: str) -> None:
         (LLAMA, {"activation": "gelu"}, "model.activation = gelu.*needs swiglu"),
         (LLAMA, {"hidden": 14, "bias": True}, "hidden % model.heads = 2"),
         (LLAMA, {"kv_heads": 3}, "heads % model.kv_heads = 1"),
-        (GPT2, {"positions": "alibi"}, "positions = alibi.*gpt2 class, the nearest"),
+        (GPT2, {"positions": "alibi"}, "positions = alibi.*gpt2 class .the nearest."),
         (
             model_of("gemma2"),
             {"embedding_scale": 3.0},
             r"embedding_scale = 3.0.*gemma2 class.*needs 4.0 \(sqrt\(hidden\)\)",
         ),
         (model_of("gemma2"), {"attention_scale": 0.3}, "attention_scale = 0.3.*needs 1 / sqrt"),
-        (model_of("gemma3"), {"rotary_local_base": None}, "qk_norm = True.*gemma2.*nearest"),
-        (MIXTRAL, {"bias": True}, "model.bias = True .*mixtral class, the nearest; it needs False"),
-        (MIXTRAL, {"moe": MoEConfig(experts=4, ffn=9)}, "moe.group_top_k = None.*mixtral"),
-        (with_experts(capacity=1.0), {}, "model.moe.capacity = 1.0 .*mixtral.*it needs None"),
-        (with_experts(shared=8), {}, "model.moe.shared = 8 .*mixtral.*it needs None"),
-        (with_experts(dense_first=1), {}, "model.moe.dense_first = 1 .*mixtral.*it needs 0"),
-        (with_experts(normalise=False), {}, "model.moe.normalise = False .*mixtral.*needs True"),
-        (with_experts(scores="sigmoid"), {}, "model.moe.scores = sigmoid .*it needs softmax"),
-        (with_experts(bias_rate=0.1), {}, "model.moe.bias_rate = 0.1 .*mixtral.*it needs None"),
-        (with_experts(experts=[4, 8, 8]), {}, r"moe.experts = \[4, 8, 8\] .*mixtral.* one number"),
-        (of_dots1(experts=[8, 4]), {}, r"model.moe.experts = \[8, 4\] .*dots1.* one number"),
-        (of_dots1(bias_rate=None), {}, "model.moe.bias_rate = None .*dots1.*it needs a number"),
-        (of_dots1(shared=20), {}, "model.moe.shared = 20 .*dots1.*a multiple of .* 12"),
-        (of_dots1(every=2), {}, "model.moe.every = 2 .*dots1.*it needs 1"),
+        (model_of("gemma3"), {"rope": RopeConfig(base=500.0)}, "qk_norm = True.*gemma2.*nearest"),
+        (MIXTRAL, {"bias": True}, "model.bias = True .*mixtral class.*nearest.; it needs False"),
+        (
+            MIXTRAL,
+            {"moe": MoEConfig(num_experts=4, expert_ffn_hidden=9)},
+            "moe.topk_groups = None.*mixtral",
+        ),
+        (
+            with_experts(capacity_factor=1.0),
+            {},
+            "model.moe.capacity_factor = 1.0 .*mixtral.*it needs None",
+        ),
+        (
+            with_experts(shared_ffn_hidden=8),
+            {},
+            "model.moe.shared_ffn_hidden = 8 .*mixtral.*it needs None",
+        ),
+        (
+            with_experts(first_dense_layers=1),
+            {},
+            "model.moe.first_dense_layers = 1 .*mixtral.*it needs 0",
+        ),
+        (
+            with_experts(norm_topk_prob=False),
+            {},
+            "model.moe.norm_topk_prob = False .*mixtral.*needs True",
+        ),
+        (
+            with_experts(score_function="sigmoid"),
+            {},
+            "model.moe.score_function = sigmoid .*it needs softmax",
+        ),
+        (
+            with_experts(bias_update_rate=0.1),
+            {},
+            "model.moe.bias_update_rate = 0.1 .*mixtral.*it needs None",
+        ),
+        (
+            with_experts(num_experts=[4, 8, 8]),
+            {},
+            r"moe.num_experts = \[4, 8, 8\] .*mixtral.* one number",
+        ),
+        (
+            of_dots1(num_experts=[8, 4]),
+            {},
+            r"model.moe.num_experts = \[8, 4\] .*dots1.* one number",
+        ),
+        (
+            of_dots1(bias_update_rate=None),
+            {},
+            "model.moe.bias_update_rate = None .*dots1.*it needs a number",
+        ),
+        (
+            of_dots1(shared_ffn_hidden=20),
+            {},
+            "model.moe.shared_ffn_hidden = 20 .*dots1.*a multiple of .* 12",
+        ),
+        (of_dots1(layer_freq=2), {}, "model.moe.layer_freq = 2 .*dots1.*it needs 1"),
     ],
 )
 def test_models_without_a_class_are_refused(
@@ -400,8 +457,10 @@ def test_models_without_a_class_are_refused(
 
 def test_a_class_may_be_named() -> None:
     assert config_to_hf(LLAMA, "mistral").model_type == "mistral"
-    model = model_of("gemma3").model_copy(update={"rotary_local_base": None})
-    with pytest.raises(ConfigError, match=r"rotary_local_base = None.*gemma3_text class; it needs"):
+    gemma = model_of("gemma3")
+    rope = gemma.rope.model_copy(update={"local_base": None})
+    model = gemma.model_copy(update={"rope": rope})
+    with pytest.raises(ConfigError, match=r"rope.local_base = None.*gemma3_text class; it needs"):
         config_to_hf(model, "gemma3_text")
 
 
@@ -413,7 +472,7 @@ def test_default_configs_of_transformers() -> None:
     llama = config_from_hf(LlamaConfig(num_key_value_heads=8))
     assert (llama.layers, llama.hidden, llama.heads, llama.kv_heads) == (32, 4096, 32, 8)
     assert (llama.head_dim, llama.ffn_hidden, llama.norm_eps) == (128, 11008, 1e-6)
-    assert (llama.tied_embeddings, llama.bias, llama.rotary_base) == (False, False, 10000.0)
+    assert (llama.tied_embeddings, llama.bias, llama.rope.base) == (False, False, 10000.0)
     bloom = config_from_hf(BloomConfig())  # which has no length
     assert (bloom.layers, bloom.hidden, bloom.heads, bloom.ffn_hidden) == (2, 64, 8, 256)
     assert (bloom.max_positions, bloom.positions) == (2048, "alibi")

@@ -1,4 +1,4 @@
-"""Adapters of a GPT: which there are, what they begin with, and what they cost."""
+"""Adapters of a GPT: which ones it may have, what they begin with, and what they cost."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_are_the_layers_of_the_model_s_class(
         ({"lora__rank": 2, "lora__targets": []}, "lora.targets=[] leaves nothing to train"),
         (
             {"lora__rank": 2, "lora__targets": ["attention.qkv", "attention.k"]},
-            "expected that or attention.k, not both",
+            "or attention.k, not both",
         ),
         ({"lora__alpha": 3.0}, "lora.alpha=3.0 has no effect without lora.rank: expected 8.0"),
         ({"lora__targets": ["mlp.up"]}, "lora.targets=[mlp.up] has no effect without lora.rank"),
@@ -138,7 +138,7 @@ def test_a_layer_holds_what_its_adapters_need(targets: list[str], held: int, que
 
 
 def test_memory_is_that_of_the_weights_and_little_more() -> None:
-    """Of a model of 12 million parameters in bf16, per process of dp 2."""
+    """The model has 12 million parameters in bf16; bytes are those of a process of dp 2."""
     keys = {"model__hidden": 512, "model__dtype": "bf16", "parallel__dp": 2}
     keys |= {"model__tied_embeddings": False}
     (config, layout), (given, with_adapters) = (

@@ -27,7 +27,7 @@ from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.parameter import Sharding, release_initial, spec_of
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.model.modules.family import ModuleListSpec
+from megapipe.model.modules.model_spec import ModuleListSpec
 from megapipe.model.modules.units import ModelFactory
 from megapipe.plan.units import Units
 
@@ -35,7 +35,7 @@ WIDTH, LENGTH, ROWS, WORDS = 8, 6, 2, 257
 
 
 class Calls(nn.Module):
-    """Runs a function on what it is given; `modules` are its own."""
+    """A module that runs a function on what it is given, with its own `modules`."""
 
     def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Calls(nn.Module):
 
 
 class Running(nn.Module):
-    """Adds the mean of what it has seen, a buffer that is made anew."""
+    """A module that adds the mean of what it has seen, a buffer that is made anew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Running(nn.Module):
 
 
 def pair(between: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> Calls:
-    """A column and a row layer with something between them."""
+    """Build a column and a row layer with something between them."""
     up, down = ColumnLinear(WIDTH, 4 * WIDTH), RowLinear(4 * WIDTH, WIDTH)
     return Calls(lambda own, x: own.down(between(own, own.up(x))), up=up, down=down, **modules)
 
 
 def attention(own: Any, x: Tensor) -> Tensor:
-    """Heads of size 2, as many as the width has."""
+    """Attend with heads of size 2, as many as the width has."""
     q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in (own.q(x), own.k(x), own.v(x)))
     mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return x + own.o(mixed.transpose(1, 2).flatten(2))
@@ -134,15 +134,15 @@ def normed(own: Any, x: Tensor) -> Tensor:
         ),
         (
             lambda: [Calls(lambda own, x: own.up(x)[..., :WIDTH], up=ColumnLinear(WIDTH, 16))],
-            "layer 1: it returns the share of a ColumnLinear",
+            "layer 1: it returns the shard of a ColumnLinear",
         ),
         (
             lambda: [Calls(lambda own, x: own.down(x[..., :4]), down=RowLinear(WIDTH, WIDTH))],
-            "layer 1: RowLinear down takes no share",
+            "layer 1: RowLinear down gets no shard",
         ),
         (
             lambda: [pair(lambda own, x: own.more(x), more=ColumnLinear(2 * WIDTH, 8 * WIDTH))],
-            "layer 1: ColumnLinear more takes the share",
+            "layer 1: ColumnLinear more gets the shard",
         ),
         (
             lambda: [pair(lambda own, x: x.view(ROWS, LENGTH, 4, WIDTH).flatten(2))],
@@ -216,7 +216,7 @@ def outside(own: Any, x: Tensor) -> Tensor:
         (lambda: [Calls(lambda own, x: ())], "layer 1 returns nothing"),
         (lambda: [Calls(lambda own, x: x * 1j)], "layer 1 returns complex numbers"),
         (lambda: [Calls(lambda own, x: x[x > 0])], "layer 1: fails on the meta device: "),
-        (lambda: [Calls(lambda own, x: x.long())], "layer 1 returns whole numbers only"),
+        (lambda: [Calls(lambda own, x: x.long())], "layer 1 returns only integers"),
         (
             lambda: [nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH))],
             "layer 1 changes its buffer 1.num_batches_tracked",
@@ -276,20 +276,20 @@ def test_what_cannot_run_is_refused(
 def test_a_loss_that_gives_no_sum_is_refused(
     layout_of: Callable[..., Layout], loss: Any, words: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"train.loss=written_here:{words}"):
-        layout_of(list, "train.loss=written_here:loss", loss=loss)
+    with pytest.raises(ConfigError, match=f"train.loss_function=written_here:{words}"):
+        layout_of(list, "train.loss_function=written_here:loss", loss=loss)
 
 
 def test_a_loss_may_ask_for_values(layout_of: Callable[..., Layout]) -> None:
     layout_of(
         list,
-        "train.loss=written_here:loss",
+        "train.loss_function=written_here:loss",
         loss=lambda y, labels, mask: functional.cross_entropy(y[mask], labels[mask]),
     )
 
 
 def test_a_function_may_ask_for_values(layout_of: Callable[..., Layout]) -> None:
-    """As rates of dropout that grow with depth do; a tie stays one, and values are drawn anew."""
+    """Rates of dropout that grow with depth need it; a tie stays one, values are drawn anew."""
 
     def inner() -> list[nn.Module]:
         rates = torch.linspace(0, 0.5, 3).tolist()
@@ -316,7 +316,7 @@ def test_a_tie_made_with_values_stays_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def kept_by(run: Callable[[], Tensor], weights: set[int]) -> int:
-    """Bytes that autograd keeps in a real forward."""
+    """Count the bytes that autograd saves in a real forward."""
     seen: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def kept_by(run: Callable[[], Tensor], weights: set[int]) -> int:
 
 
 def passing(own: Any, x: Tensor) -> Tensor:
-    """Keeps nothing of its input."""
+    """Add one, which saves nothing of the input."""
     return x + 1
 
 
@@ -365,9 +365,9 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 def test_the_plan_counts_what_autograd_keeps(
     resolved_of: Callable[..., tuple[Config, Layout]], model: str, cut: int
 ) -> None:
-    """On the first and on the last stage, with the loss and what is held for the backward."""
+    """The first and the last stage are compared, with loss and what the backward needs."""
     layers = len(MODELS[model]()) + 2
-    keys = ("parallel.pp=2", f"pipeline.layout=[{cut}, {layers - cut}]")
+    keys = ("parallel.pp=2", f"pipeline.stage_layout=[{cut}, {layers - cut}]")
     config, layout = resolved_of(MODELS[model], *keys)
     for number, stage in enumerate(layout.stage_layers):
         (unit,) = Units(config, layout).of(number)
@@ -375,7 +375,7 @@ def test_the_plan_counts_what_autograd_keeps(
 
 
 def held_by(layout: Layout, stage: Any, *, first: bool) -> int:
-    """Bytes of a real forward, with the input where it is a message, without the batch."""
+    """Count the bytes of a real forward, with the input if it is a message, without the batch."""
     family = layout.model
     assert isinstance(family, ModuleListSpec)
     module = family.build(stage, Sharding(Axis.alone(), False, torch.float32))
@@ -410,7 +410,7 @@ def test_a_rank_computes_its_share_and_all_that_is_not_split(
     for layout, tp in ((one, 1), (two, 2)):
         family = layout.model
         assert family.forward_flops(family.whole) == split + plain
-        work = family.work(family.whole, (), again=True)
+        work = family.work(family.whole, (), recompute=True)
         assert work.F == work.R == split + tp * plain
         assert split == work.W
         assert 2 * work.F - split == work.I

@@ -5,8 +5,8 @@ import torch
 
 from megapipe.config.model import ModelConfig
 from megapipe.distributed.mesh import Axis
+from megapipe.layers.activation_policy import padded_vocabulary
 from megapipe.layers.parameter import Sharding, spec_of
-from megapipe.layers.policy import padded_vocabulary
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import parse_layout
 from tests.parity.families import count, count_held, shapes_of

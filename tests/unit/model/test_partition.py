@@ -44,18 +44,18 @@ def test_spellings(text: str) -> None:
         ("L E L*3 H", "E (the embedding) must come first"),
         ("E L*2 | H L*2", "H (the head) must come last"),
         ("E L*4 H | L", "H (the head) must come last"),
-        ("E L*0 L*4 H", "none of E, L, L*n, H"),
-        ("E L*-1 | L*5 H", "none of E, L, L*n, H"),
-        ("E L*2 | X L*2 H", "stage 1: 'X L*2 H' is none of E, L, L*n, H"),
-        ("E L*99999999 H", "none of E, L, L*n, H"),
-        ("E, L*4, H", "none of E, L, L*n, H"),
+        ("E L*0 L*4 H", "is not E, L, L*n or H"),
+        ("E L*-1 | L*5 H", "is not E, L, L*n or H"),
+        ("E L*2 | X L*2 H", "stage 1: 'X L*2 H' is not E, L, L*n or H"),
+        ("E L*99999999 H", "is not E, L, L*n or H"),
+        ("E, L*4, H", "is not E, L, L*n or H"),
     ],
 )
 def test_bad_layout(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_layout(text, 4)
     assert words in str(caught.value)
-    assert str(caught.value).startswith("pipeline.layout=")
+    assert str(caught.value).startswith("pipeline.stage_layout=")
     assert "\n" not in str(caught.value)
 
 
@@ -125,7 +125,7 @@ def placements() -> Iterator[Placement]:
 def test_balanced_is_optimal(
     layers: int, placement: Placement, layer: int, embedding: int, head: int
 ) -> None:
-    """Against every partition: the busiest rank, then the slowest stage, then the squares."""
+    """No partition is better by the busiest rank, then the slowest stage, then the squares."""
     stages = placement.stages
     if stages > layers + 2:
         return

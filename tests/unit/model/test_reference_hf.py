@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.config.model import ModelConfig
-from tests.parity.marks import in_parts
+from megapipe.config.rope import RopeConfig
 from tests.parity.reference import (
     assert_grads_close,
     init_random,
@@ -14,6 +14,7 @@ from tests.parity.reference import (
     loss_and_grads,
     random_batch,
 )
+from tests.parity.tiers import in_parts
 from tests.unit.model.transformers_models import (
     CASES,
     FAMILIES,
@@ -45,7 +46,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     [
         (GPT2, {"activation": "gelu"}),
         (GPT2, {"norm_eps": 1.1e-4}),
-        (LLAMA, {"rotary_base": 501.0}),
+        (LLAMA, {"rope": RopeConfig(base=501.0)}),
         (LLAMA, {"norm_eps": 1.1e-4}),
     ],
 )

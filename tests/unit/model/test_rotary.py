@@ -16,7 +16,7 @@ SCALED = ("llama", "llama_linear", "llama3.1", "llama_yarn", "llama_yarn_factor"
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", SCALED)
 def test_tables(name: str, order: Order) -> None:
-    """In fp64 to 1e-12: as they are, and stretched by linear, llama3 and yarn."""
+    """They agree in fp64 to 1e-12: plain ones, and those stretched by linear, llama3 and yarn."""
     model, here = model_of(name), PositionSplit(4, 1, order).own(0, 2048, 1)
     with in_double(model):
         hf = class_of(model)(config_to_hf(model)).double()

@@ -16,6 +16,7 @@ from transformers.models.bloom.modeling_bloom import BloomMLP
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
+from megapipe.config.rope import RopeConfig
 from megapipe.model.gpt.hf.config import class_of, config_to_hf
 from megapipe.model.gpt.hf.weights import from_hf, to_hf
 
@@ -26,7 +27,7 @@ LLAMA = GPT2.model_copy(
     update={
         "norm": "rmsnorm",
         "positions": "rotary",
-        "rotary_base": 500.0,
+        "rope": RopeConfig(base=500.0),
         "activation": "swiglu",
         "bias": False,
         "tied_embeddings": False,
@@ -39,20 +40,20 @@ GEMMA = LLAMA.model_copy(
         "hidden": 16,
         "kv_heads": 4,
         "head_dim": 8,
-        "norm_offset": True,
+        "zero_centered_norm": True,
         "post_norms": True,
         "activation": "geglu_tanh",
         "tied_embeddings": True,
         "embedding_scale": 4.0,
         "attention_scale": 12**-0.5,
-        "window": 5,
+        "sliding_window": 5,
     }
 )
 NEOX = GPT2.model_copy(
     update={
         "hidden": 32,
         "positions": "rotary",
-        "rotary_share": 0.25,
+        "rope": RopeConfig(percent=0.25),
         "parallel_residual": True,
         "activation": "gelu",
         "tied_embeddings": False,
@@ -60,13 +61,22 @@ NEOX = GPT2.model_copy(
     }
 )
 BLOOM = {"positions": "alibi", "embedding_norm": True}
-_YARN = {
-    "rotary_scaling": "yarn",
-    "rotary_factor": 4.0,
-    "rotary_original_positions": 6,
-    "rotary_turns_low": 0.1,
-    "rotary_turns_high": 0.7,
+LINEAR: dict[str, Any] = {"scaling": "linear", "factor": 3.0}
+LLAMA3: dict[str, Any] = {
+    "scaling": "llama3",
+    "factor": 8.0,
+    "original_positions": 12,
+    "low_freq_factor": 0.05,
+    "high_freq_factor": 1.5,
 }
+YARN: dict[str, Any] = {
+    "scaling": "yarn",
+    "factor": 4.0,
+    "original_positions": 6,
+    "low_freq_factor": 0.1,
+    "high_freq_factor": 0.7,
+}
+YARN_FACTOR: dict[str, Any] = {**YARN, "attention_factor": 1.3}
 CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "gpt2": (GPT2, {}),
     "gpt2_untied_gelu": (GPT2, {"tied_embeddings": False, "activation": "gelu", "ffn_hidden": 50}),
@@ -77,48 +87,43 @@ CASES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 """Base and changes."""
 FAMILIES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
-    "llama3.1": (
-        LLAMA,
-        {
-            "rotary_scaling": "llama3",
-            "rotary_factor": 8.0,
-            "rotary_original_positions": 12,
-            "rotary_turns_low": 0.05,
-            "rotary_turns_high": 1.5,
-        },
-    ),
-    "llama_linear": (LLAMA, {"rotary_scaling": "linear", "rotary_factor": 3.0}),
-    "llama_yarn": (LLAMA, _YARN),
-    "llama_yarn_factor": (LLAMA, {**_YARN, "rotary_attention_factor": 1.3}),
+    "llama3.1": (LLAMA, {"rope": RopeConfig(base=500.0, **LLAMA3)}),
+    "llama_linear": (LLAMA, {"rope": RopeConfig(base=500.0, **LINEAR)}),
+    "llama_yarn": (LLAMA, {"rope": RopeConfig(base=500.0, **YARN)}),
+    "llama_yarn_factor": (LLAMA, {"rope": RopeConfig(base=500.0, **YARN_FACTOR)}),
     "qwen2": (LLAMA, {"kv_heads": 4, "qkv_bias": True}),
     "qwen3": (LLAMA, {"kv_heads": 4, "qk_norm": True, "head_dim": 8}),
-    "mistral": (LLAMA, {"kv_heads": 4, "window": 5, "head_dim": 8}),
+    "mistral": (LLAMA, {"kv_heads": 4, "sliding_window": 5, "head_dim": 8}),
     "gemma2": (GEMMA, {"attention_softcap": 2.0, "logit_softcap": 3.0, "full_attention_every": 2}),
     "gemma3": (
         GEMMA,
         {
             "qk_norm": True,
             "full_attention_every": 3,
-            "rotary_local_base": 50.0,
-            "rotary_scaling": "linear",
-            "rotary_factor": 2.0,
+            "rope": RopeConfig(base=500.0, local_base=50.0, scaling="linear", factor=2.0),
         },
     ),
     "pythia": (NEOX, {}),
-    "neox_in_turn": (NEOX, {"parallel_residual": False, "rotary_share": 1.0}),
+    "neox_in_turn": (NEOX, {"parallel_residual": False, "rope": RopeConfig(percent=1.0)}),
     "bloom": (GPT2, BLOOM),
     "bloom_12_heads": (GPT2, {**BLOOM, "heads": 12}),
 }
 """Their key/value heads can be split over tp 4."""
 MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
-    "mixtral": (LLAMA, {"kv_heads": 4, "window": 7, "moe": MoEConfig(experts=6)}),
+    "mixtral": (LLAMA, {"kv_heads": 4, "sliding_window": 7, "moe": MoEConfig(num_experts=6)}),
     "qwen3_moe": (
         LLAMA,
         {
             "kv_heads": 2,
             "qk_norm": True,
             "head_dim": 8,
-            "moe": MoEConfig(experts=8, top_k=3, ffn=12, dense_first=1, normalise=False),
+            "moe": MoEConfig(
+                num_experts=8,
+                top_k=3,
+                expert_ffn_hidden=12,
+                first_dense_layers=1,
+                norm_topk_prob=False,
+            ),
         },
     ),
     "qwen3_moe_every": (
@@ -126,7 +131,7 @@ MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
         {
             "layers": 6,
             "qk_norm": True,
-            "moe": MoEConfig(experts=4, ffn=20, every=2, dense_layers=[3]),
+            "moe": MoEConfig(num_experts=4, expert_ffn_hidden=20, layer_freq=2, dense_layers=[3]),
         },
     ),
     "dots1": (
@@ -136,17 +141,17 @@ MIXTURES: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
             "qk_norm": True,
             "head_dim": 8,
             "moe": MoEConfig(
-                experts=8,
+                num_experts=8,
                 top_k=3,
-                ffn=12,
-                dense_first=1,
-                shared=24,
-                scores="sigmoid",
-                scale=2.5,
-                groups=4,
-                group_top_k=2,
-                bias_rate=0.0,
-                balance=0.0,
+                expert_ffn_hidden=12,
+                first_dense_layers=1,
+                shared_ffn_hidden=24,
+                score_function="sigmoid",
+                routed_scaling_factor=2.5,
+                num_groups=4,
+                topk_groups=2,
+                bias_update_rate=0.0,
+                aux_loss_coeff=0.0,
             ),
         },
     ),
@@ -160,10 +165,10 @@ def model_of(case: str) -> ModelConfig:
 
 
 def for_the_loss_alone(model: ModelConfig) -> ModelConfig:
-    """The model without terms that experts add to it, which classes do not add by default."""
-    if model.moe.experts is None:
+    """Return the model without terms of experts, which classes do not add to losses by default."""
+    if model.moe.num_experts is None:
         return model
-    return model.model_copy(update={"moe": model.moe.model_copy(update={"balance": 0.0})})
+    return model.model_copy(update={"moe": model.moe.model_copy(update={"aux_loss_coeff": 0.0})})
 
 
 class Fp64Torch(ModuleType):
@@ -179,7 +184,7 @@ class Fp64Torch(ModuleType):
 
 @contextmanager
 def in_double(model: ModelConfig) -> Iterator[None]:
-    """The model's class computes in fp64 what it otherwise computes in fp32."""
+    """Have the model's class compute in fp64 what it otherwise computes in fp32."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
         for module in (class_of(model).__module__, "transformers.modeling_rope_utils"):
@@ -200,7 +205,7 @@ def load_exactly(hf: Any, state: dict[str, Tensor]) -> None:
 def hf_logits_and_grads(
     params: dict[str, Tensor], model: ModelConfig, batch: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits [b, s, V] and gradients of the mean loss of the class that expresses the model."""
+    """Return logits [b, s, V] and gradients of the mean loss, by the class for the model."""
     with in_double(model):
         ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
         hf = class_of(model)(config_to_hf(model, **ways)).double().train()

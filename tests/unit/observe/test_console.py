@@ -16,16 +16,21 @@ def test_a_step_line_shows_every_value(make_record):
         "step   7/300 |   224 samples | loss  2.3457 | lr 3.00e-04 | grad norm    0.812"
         " |    412 ms | 19.9k tok/s |  521.3 GFLOP/s | MFU 41.3% |   1.21 GiB | ETA 2:01"
     )
-    assert " GiB | 3 skipped | ETA" in step_line(make_record(skipped=3))
+    assert " GiB | 3 skipped | ETA" in step_line(make_record(skipped_steps=3))
 
 
 def test_a_step_line_tells_how_evenly_tokens_are_spread_over_experts(make_record):
     routing = RoutingRecord(
-        balance=1.25, z=0.5, dropped=0.0625, largest_load=2.0, idle_experts=1, largest_bias=None
+        aux_loss=1.25,
+        z_loss=0.5,
+        dropped_fraction=0.0625,
+        max_load=2.0,
+        idle_experts=1,
+        max_bias=None,
     )
-    assert " GiB | balance 1.250 | 6.2% dropped | ETA" in step_line(make_record(routing=routing))
-    whole = replace(routing, dropped=0.0)
-    assert " GiB | balance 1.250 | ETA" in step_line(make_record(routing=whole))
+    assert " GiB | aux loss 1.250 | 6.2% dropped | ETA" in step_line(make_record(routing=routing))
+    whole = replace(routing, dropped_fraction=0.0)
+    assert " GiB | aux loss 1.250 | ETA" in step_line(make_record(routing=whole))
 
 
 def test_unknown_values_are_left_out(make_record):
@@ -73,7 +78,7 @@ def test_the_longest_line_stays_under_190_columns(make_record):
             memory_gib=1234.56,
             eta_seconds=99 * 86400.0,
             samples=123_456_789_000,
-            skipped=1000,
+            skipped_steps=1000,
         )
     )
     assert len(line) < 190

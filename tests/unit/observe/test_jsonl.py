@@ -11,7 +11,7 @@ from megapipe.observe.routing_record import RoutingRecord
 
 @contextlib.contextmanager
 def largest_file(size):
-    """Writes past ``size`` bytes of a file fail, as on a full disk: in part, then with an error."""
+    """Have writes past ``size`` bytes of a file fail, as on a full disk: in part, then in whole."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -51,17 +51,19 @@ def test_values_that_json_lacks_are_null(tmp_path, make_record):
 
 def test_choices_of_experts_are_there_and_in_no_curve(tmp_path, make_record):
     counts = {1: [8, 0], 3: [4, 4]}
-    routing = RoutingRecord(1.1, 0.5, 0.0, 2.0, 2, loads={1: 2.0, 3: 1.0}, counts=counts)
+    routing = RoutingRecord(
+        1.1, 0.5, 0.0, 2.0, 2, max_load_by_layer={1: 2.0, 3: 1.0}, counts=counts
+    )
     record = make_record(routing=routing)
     sink = JsonlSink(tmp_path / "log.jsonl")
     sink.step(record)
     sink.close()
     (step,) = read(tmp_path / "log.jsonl")
     assert step["routing"]["counts"] == {"1": [8, 0], "3": [4, 4]}
-    assert step["routing"]["loads"] == {"1": 2.0, "3": 1.0}
-    assert step["routing"]["balance"] == 1.1
+    assert step["routing"]["max_load_by_layer"] == {"1": 2.0, "3": 1.0}
+    assert step["routing"]["aux_loss"] == 1.1
     curves = {name for name in record.metrics() if name.startswith("experts/")}
-    told = ("balance", "z", "dropped", "largest_load", "idle_experts")
+    told = ("aux_loss", "z_loss", "dropped_fraction", "max_load", "idle_experts")
     assert curves == {f"experts/{name}" for name in told}
 
 

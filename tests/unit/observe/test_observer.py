@@ -12,7 +12,7 @@ from tests.parity.observed import VALIDATION
 
 
 class RecordingSink:
-    """Keeps what it is given; raises while ``broken``."""
+    """A sink that keeps what it is given, and raises while ``broken``."""
 
     def __init__(self, name="recording", broken=False):
         self.name = name
@@ -63,7 +63,7 @@ def test_a_failing_sink_warns_once_and_is_tried_again(make_record, caplog):
     assert broken.taken == [("step", 3)]
     assert sound.taken == [("step", 1), ("step", 2), ("step", 3)]
     assert [record.getMessage() for record in caplog.records] == [
-        "megapipe: broken does not take records, training goes on: no space left"
+        "megapipe: broken does not accept records, training continues: no space left"
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_full_disk_from_the_start_does_not_stop_the_run(
     observer.close()
     assert len(capsys.readouterr().out.splitlines()) == 2
     (warning,) = caplog.records
-    assert "log.jsonl does not take records" in warning.getMessage()
+    assert "log.jsonl does not accept records" in warning.getMessage()
     assert "No space left" in warning.getMessage()
 
 
@@ -145,7 +145,7 @@ def test_tensorboard_events_hold_the_metrics(tmp_path, make_record):
 
 
 def test_tensorboard_shows_steps_that_are_made_again_once(tmp_path, make_record):
-    """By a start that goes on after step 2 of 4, and by a rewind to step 3."""
+    """A start resumes after step 2 of 4, and rewinds to step 3."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps in ((1, 2, 3, 4), (3, 4, 5, 4, 5)):

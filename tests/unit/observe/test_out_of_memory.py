@@ -16,6 +16,7 @@ from megapipe.observe.out_of_memory import (
     out_of_memory,
     remember_allocations,
 )
+from megapipe.plan import trace
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB. See documentation"
 
@@ -60,3 +61,18 @@ def test_what_the_host_refuses_is_told_beside_the_plan(tmp_path: Path) -> None:
     assert "frame" not in told
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("another"))
+
+
+def test_a_micro_batch_too_large_for_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "MOST_CALLS", 1000)
+    words = [f"run.folder={tmp_path}", f"train.microbatch={2**40}", f"train.global_batch={2**41}"]
+    config, layout = resolve(parse(words).config, None, 257)
+    told = str(out_of_memory(MemoryError(), config, layout, 0))
+    assert told.startswith(
+        "rank 0 is out of memory: the host refused more: it cannot be planned (a stage runs more "
+        "than 1,000 kernels for a micro-batch, too many for a plan: use a smaller "
+        "train.microbatch or larger kernels.loss_chunk_tokens), no memory snapshot"
+    )
+    assert not (tmp_path / config.run.name / "out_of_memory/plan.txt").exists()

@@ -32,5 +32,5 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         merge(tmp_path)
     for content in (b"", b"{", gzip.compress(b"{}"), gzip.compress(b"{}")[:-3]):
         (tmp_path / "rank_0001.json.gz").write_bytes(content)
-        with pytest.raises(DataError, match=r"rank_0001.json.gz: no trace of a rank"):
+        with pytest.raises(DataError, match=r"rank_0001.json.gz is not a trace of a rank"):
             merge(tmp_path)

@@ -37,7 +37,7 @@ def test_an_entropy_that_is_not_known_is_not_compared_with(run_folder):
 def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypatch):
     """They name this Python, this folder and as many processes as the recorded layout has."""
     monkeypatch.chdir(run_folder.parent)
-    given = ["parallel.dp=2", "parallel.tp=2", "pipeline.channels=in_process", "parallel.pp=2"]
+    given = ["parallel.dp=2", "parallel.tp=2", "pipeline.transport=in_process", "parallel.pp=2"]
     config, _ = resolve(cli.parse([*given, "train.steps=30"]).config, None, None)
     (run_folder / "config.yaml").write_text(cli.dump(config))
     place = Path("a b")
@@ -49,10 +49,10 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
     assert train == (
         f"{python} -m megapipe launch --nproc 4 -m megapipe train 'a b/config.yaml' train.steps=60"
     )
-    given = ("--nproc", "4", "--restarts", "3")
-    assert next_commands(place, 30, given)["to go on"] == (
-        f"{python} -m megapipe launch --nproc 4 --restarts 3 -m megapipe train 'a b/config.yaml' "
-        "train.steps=60"
+    given = ("--nproc", "4", "--max-restarts", "3")
+    assert next_commands(place, 30, given)["to continue"] == (
+        f"{python} -m megapipe launch --nproc 4 --max-restarts 3 -m megapipe train "
+        "'a b/config.yaml' train.steps=60"
     )
     monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
     assert all(c.startswith(".venv/bin/python -m ") for c in next_commands(place).values())
@@ -62,7 +62,7 @@ def test_it_ends_with_the_commands_that_go_on_from_the_run(run_folder, monkeypat
 def test_a_model_of_no_class_has_no_command_for_its_export(run_folder):
     given = ["model.positions=alibi", "model.norm=rmsnorm"]
     (run_folder / "config.yaml").write_text(cli.dump(cli.parse(given).config))
-    assert list(next_commands(run_folder)) == ["more text", "to go on"]
+    assert list(next_commands(run_folder)) == ["to generate", "to continue"]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_it_goes_on_from_the_last_start_and_its_newest_checkpoint(tmp_path, reac
     if reached is not None:
         for step in (2, reached):
             (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    words = shlex.split(next_commands(tmp_path)["to go on"])
+    words = shlex.split(next_commands(tmp_path)["to continue"])
     assert words[words.index("train") + 1 :] == [str(tmp_path / names[-1]), *further]
-    stopped = shlex.split(next_commands(tmp_path, 11)["to go on"])
+    stopped = shlex.split(next_commands(tmp_path, 11)["to continue"])
     assert stopped[-1] == str(tmp_path / names[-1]), "wherever its checkpoints are"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def install(patch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
-    """A module `name` with this content, and the packages around it."""
+    """Install a module `name` with this content, and the packages around it."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         path = ".".join(parts[:i])
@@ -30,7 +30,7 @@ def install(patch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
 
 
 def on_any_device(patch: pytest.MonkeyPatch) -> None:
-    """The kernels' need for a GPU is waived: their stand-ins have none."""
+    """Waive the kernels' need for a GPU: their stand-ins have none."""
     from megapipe.ops import adam, attention_choice, norm, swiglu, weight_grad
 
     for module in (adam, attention_choice, norm, swiglu, weight_grad):
@@ -150,7 +150,7 @@ def plain_attention(
     slopes: Sequence[float] | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of the last s of t positions: [s, heads, d] from [t, groups, d]."""
+    """Attend causally from the last s of t positions: [s, heads, d] from [t, groups, d]."""
     s, t, per_group = len(q), len(k), q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(per_group, dim=1) for x in (k, v))
     scores = torch.einsum("shd,thd->hst", q.double(), k.double())
@@ -177,7 +177,7 @@ def by_runs(
     most_k: int,
     **options: Any,
 ) -> Tensor:
-    """What flash kernels of variable lengths compute: one attention per run."""
+    """Compute what flash kernels of variable lengths do: one attention per run."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert most_q == q_ends.diff().max()
     assert most_k == k_ends.diff().max()

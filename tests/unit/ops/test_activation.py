@@ -12,8 +12,8 @@ from megapipe.ops.swiglu import torch_swiglu
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "swiglu", "geglu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_its_gradient_is_autograds(kind: str, dtype: torch.dtype) -> None:
-    """To the bit; also where the result is overwritten before, and by a kernel that brings its own
-    backward."""
+    """It is equal to the bit, also where the result is overwritten before, and by a kernel that
+    brings its own backward."""
     generator = torch.Generator().manual_seed(0)
     y, grad = (torch.randn(5, 38, dtype=dtype, generator=generator) for _ in range(2))
     plain = Activate(kind)

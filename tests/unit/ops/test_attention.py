@@ -18,7 +18,7 @@ from megapipe.ops.attention_choice import AttentionShape, candidates, torch_choi
 from megapipe.ops.documents import Documents, document_ids
 from megapipe.ops.probe import choose_kernel, load_module
 from megapipe.ops.scores import PLAIN, ScoreModifiers, alibi_slopes
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.ops.fakes import flash_attn, on_any_device, plain_attention, varlen
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3], [0] * T, list(range(T)
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, **options: Any) -> Tensor:
-    """Each document by itself, then put together."""
+    """Compute each document by itself, then put the outputs together."""
     s = q.shape[2]
     y = torch.empty_like(q)
     for row in range(B):
@@ -90,7 +90,7 @@ def test_values_and_gradients(
 
 
 SLOPES = alibi_slopes(6)[2:]
-"""Of the last four of six heads."""
+"""Slopes of the last four of six heads."""
 SCORES = {
     "scale": ScoreModifiers(scale=0.3),
     "window": ScoreModifiers(window=4),
@@ -130,7 +130,7 @@ def test_scores_that_are_not_plain(
 
 
 def test_slopes_of_alibi() -> None:
-    """Those of 8 heads, and of 12: these and every other one of 16."""
+    """8 heads have powers of two; 12 heads have these and every other one of 16 heads."""
     assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
     assert alibi_slopes(12) == (*alibi_slopes(8), *alibi_slopes(16)[:8:2])
     assert alibi_slopes(1) == (2.0**-8,)
@@ -141,7 +141,7 @@ def test_slopes_of_alibi() -> None:
 @in_parts("scores", [PLAIN, *SCORES.values()], default=4, full=4)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex(s: int, groups: int, with_documents: bool, scores: ScoreModifiers) -> None:
-    """Its values; it has no backward on the CPU."""
+    """The values are right; there is no backward on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     ids = IDS if with_documents else torch.zeros_like(IDS)
@@ -199,7 +199,7 @@ def test_torchs_choice() -> None:
 
 
 def test_torchs_choice_is_what_runs() -> None:
-    """By the name of the operation in the graph."""
+    """The operation in the graph has its name."""
     operations = {"flash": "FlashAttention", "math": "UnsafeView"}
     for dropout in (0.0, 0.1):
         q = torch.randn(1, 4, 32, 16, requires_grad=True)
@@ -219,7 +219,9 @@ def test_torchs_choice_is_what_runs() -> None:
     ],
 )
 def test_kernels_that_the_cpu_has_not(name: str, changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^kernels.attention={name}: [^\n]*{said}; expected"):
+    with pytest.raises(
+        ConfigError, match=rf"^kernels.only.attention={name}: [^\n]*{said}; expected"
+    ):
         choose_kernel("attention", name, candidates(given(**changes)))
 
 
@@ -236,7 +238,7 @@ def test_kernels_that_the_model_rules_out(
     name: str, changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_any_device(monkeypatch)
-    with pytest.raises(ConfigError, match=f"kernels.attention={name}: {said}"):
+    with pytest.raises(ConfigError, match=f"kernels.only.attention={name}: {said}"):
         choose_kernel("attention", name, candidates(given(**changes)))
 
 
@@ -261,7 +263,9 @@ def test_a_kernel_that_ignores_documents_is_not_used(monkeypatch: pytest.MonkeyP
     right = Documents.runs
     monkeypatch.setattr(Documents, "runs", lambda self, s: right(Documents(0 * self.ids, CPU), s))
     what = given(dtype=torch.bfloat16, documents=True)
-    with pytest.raises(ConfigError, match=r"kernels.attention=varlen: result 0 of its self-check"):
+    with pytest.raises(
+        ConfigError, match=r"kernels.only.attention=varlen: result 0 of its self-check"
+    ):
         choose_kernel("attention", "varlen", candidates(what))
 
 
@@ -284,7 +288,7 @@ def test_an_earlier_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_kernel_is_offered_once_on_a_gpu() -> None:
-    """Also those that come first for documents or windows: one is taken by its name."""
+    """Kernels that come first for documents or windows are, too: one is taken by its name."""
     on_gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     windowed = ScoreModifiers(window=4)
     for changes in ({}, {"documents": True}, {"documents": True, "scores": windowed}):

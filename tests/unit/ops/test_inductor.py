@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from megapipe.ops import loss, rotary, swiglu
 from megapipe.ops.activation import Activate
 from megapipe.ops.loss import InductorLoss, Labels, LossKernel, TorchLoss
-from megapipe.ops.moe import rows as expert_rows
-from megapipe.ops.moe.rows import InductorRows, TorchRows
+from megapipe.ops.moe import elementwise as expert_rows
+from megapipe.ops.moe.elementwise import InductorRows, TorchRows
 from megapipe.ops.probe import choose_kernel
 from tests.parity.inductor_kernels import chosen
 
@@ -26,7 +26,7 @@ VOCAB, WIDTH, TOKENS = 37, 20, 11
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled functions are the functions themselves."""
+    """Replace compiled functions by the functions themselves."""
     for module in (loss, rotary):
         monkeypatch.setattr(module, "compile_elementwise", lambda function: function)
     for module in (swiglu, expert_rows):
@@ -74,7 +74,7 @@ def test_rows_are_compiled_once_whatever_their_number(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ["swiglu", "geglu_tanh", "gelu", "gelu_tanh"])
 @pytest.mark.usefixtures("uncompiled")
 def test_rows_of_experts(kind: str) -> None:
-    """In parts, as in one, whatever number of rows there is."""
+    """Inductor's functions give what torch's do, for any number of rows."""
     kernel, usual, activation = InductorRows(), TorchRows(), Activate(kind)
     width = WIDTH * len(activation.split(torch.empty(1, 2)))
     generator = torch.Generator().manual_seed(7)
@@ -107,7 +107,7 @@ def assert_same(found: Sequence[Tensor], usual: Sequence[Tensor]) -> None:
 
 
 def of_all_ranks(kernel: LossKernel, logits: Tensor, labels: Tensor, weights: Tensor) -> Any:
-    """Losses and gradient of logits [n, 2 * WIDTH], the last ones of two ranks being padding."""
+    """Return losses and gradient of logits [n, 2 * WIDTH], the last ones of two ranks padding."""
     places = [Labels.of(labels, WIDTH, rank, VOCAB) for rank in range(2)]
     parts = [part.clone() for part in logits.split(WIDTH, dim=-1)]
     gathered = torch.stack([kernel.local_stats(*each) for each in zip(parts, places, strict=True)])

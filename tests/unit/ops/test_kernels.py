@@ -56,9 +56,11 @@ def test_what_fused_norms_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("norm", "auto", norms(torch.float32, True)).why == "apex, liger: needs a GPU"
     )
     on_any_device(monkeypatch)
-    with pytest.raises(ConfigError, match=r"kernels.norm=apex: computes in fp32, and the model is"):
+    with pytest.raises(
+        ConfigError, match=r"kernels.only.norm=apex: computes in fp32, and the model is"
+    ):
         choose_kernel("norm", "apex", norms(torch.float64, True))
-    with pytest.raises(ConfigError, match=r"kernels.norm=apex: has no layernorm without bias"):
+    with pytest.raises(ConfigError, match=r"kernels.only.norm=apex: has no layernorm without bias"):
         choose_kernel("norm", "apex", norms(torch.float32, True, bias=False))
     assert choose_kernel("norm", "apex", norms(torch.float32, False, bias=False)).name == "apex"
 
@@ -94,8 +96,12 @@ def test_a_wrong_norm_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -
     assert choice.name == "torch"
     (warning,) = choice.warnings
     number = ["value", "gradient", "weight gradient"].index(fault)
-    assert warning.startswith(f"kernels.norm: apex is not used: result {number} of its self-check")
-    with pytest.raises(ConfigError, match=f"kernels.norm=apex: result {number} of its self-check"):
+    assert warning.startswith(
+        f"kernels.only.norm: apex is not used: result {number} of its self-check"
+    )
+    with pytest.raises(
+        ConfigError, match=f"kernels.only.norm=apex: result {number} of its self-check"
+    ):
         choose_kernel("norm", "apex", norms(torch.float32, False))
 
 
@@ -206,7 +212,7 @@ def test_fp64_updates_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ends", [(7,), (0, 7, 7, 30), (3, 3), (0, 0, 0)])
 def test_grouped_products(ends: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Row 7.11 (ScatterMoE): equal the products of each expert, also of experts without rows."""
+    """ScatterMoE: they equal the products of each expert, also of experts without rows."""
     candidates = grouped.candidates(device=CPU, dtype=dtype, widths=[16, 24])
     assert choose_kernel("experts", "auto", candidates).name == "loop"
     kernel = choose_kernel("experts", "grouped", candidates).kernel

@@ -23,7 +23,7 @@ def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(dtype: torch.dtype, *, composed: bool) -> list[Tensor]:
-    """Output and both gradients."""
+    """Return the output and both gradients."""
     x, weight, grad = data(dtype)
     if composed:
         y = functional.rms_norm(x, weight.shape, weight, EPS)

@@ -52,15 +52,15 @@ def test_auto_warns_of_a_kernel_that_is_wrong(candidate: Candidate[str], said: s
     assert choice.kernel == "good kernel"
     assert choice.why == said
     (warning,) = choice.warnings
-    assert warning == f"kernels.norm: {candidate.name} is not used: {said.partition(': ')[2]}"
+    assert warning == f"kernels.only.norm: {candidate.name} is not used: {said.partition(': ')[2]}"
 
 
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        (ABSENT, "kernels.norm=absent: not installed; expected auto"),
-        (WRONG, "kernels.norm=wrong: kernel is 3 off; expected auto"),
-        (BROKEN, "kernels.norm=broken: fails its self-check: no kernel image; expected auto"),
+        (ABSENT, "kernels.only.norm=absent: not installed; expected auto"),
+        (WRONG, "kernels.only.norm=wrong: kernel is 3 off; expected auto"),
+        (BROKEN, "kernels.only.norm=broken: fails its self-check: no kernel image; expected auto"),
     ],
 )
 def test_asking_by_name_is_an_error(candidate: Candidate[str], said: str) -> None:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.rope import RopeConfig
 from megapipe.context.positions import Positions
 from megapipe.model.gpt.rotary import rotary_tables
 from megapipe.ops.rotary import torch_rotate
 
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """The rotation as a new tensor. addcmul may leave the product that it adds unrounded."""
+    """Return the rotation as a new tensor. addcmul may leave the product that it adds unrounded."""
     (x1, x2), (cos1, cos2), (sin1, sin2) = (t.chunk(2, dim=-1) for t in (x, cos, sin))
     first = torch.addcmul(x1 * cos1, x2, sin1, value=-sign)
     return torch.cat((first, torch.addcmul(x2 * cos2, x1, sin2, value=sign)), dim=-1)
@@ -23,8 +24,9 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_in_place_it_is_the_plain_rotation(dtype: torch.dtype, share: float, sign: int) -> None:
-    """Of queries and keys beside values, and of a `share` of each head."""
-    model = ModelConfig(hidden=96, heads=4, positions="rotary", rotary_share=share)
+    """Queries and keys lie beside values, and a `share` of each head is rotated."""
+    rope = RopeConfig(percent=share)
+    model = ModelConfig(hidden=96, heads=4, positions="rotary", rope=rope)
     resolved = model.resolved(vocab_size=8, sequence_length=9)
     cos, sin = rotary_tables(resolved, Positions.whole(9), torch.device("cpu"), dtype)
     width = resolved.rotary_width

@@ -28,7 +28,7 @@ WORD = "embedding.word.weight"
 
 
 def group(size: int, index: int = 0) -> Axis:
-    """A place in a group that is never asked to communicate."""
+    """Make the axis of a group that is never asked to communicate."""
     return Axis(size=size, index=index, ranks=tuple(range(size)), group=None)
 
 
@@ -81,7 +81,7 @@ def made(
     mesh: FakeMesh | None = None,
     **sections: dict[str, Any],
 ) -> Made:
-    """The stages `here`, which rank 0 alone holds, or those that `holders` say, with buckets."""
+    """Make stages with buckets: those `here`, on rank 0 alone, or on the ranks of `holders`."""
     tree = {name: TREE.get(name, {}) | sections.get(name, {}) for name in TREE | sections}
     tree["parallel"] = tree["parallel"] | {"dp": dp}
     tree["train"] = tree["train"] | {"global_batch": 2 * dp}
@@ -117,7 +117,7 @@ def test_entries_lie_end_to_end_in_a_length_that_the_group_divides(dp: int) -> N
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("copies", [3, 5, 6])
 def test_ranks_that_update_the_same_slice_share_out_all_of_it(shards: int, copies: int) -> None:
-    """Whatever their number is, as with ZeRO-0 and hybrid shards, each counts an equal part."""
+    """Each counts an equal part whatever their number, as with ZeRO-0 and hybrid shards."""
     counted: list[int] = []
     for index, copy in itertools.product(range(shards), range(copies)):
         parameters = list(owned_parameters(made(1).modules[1]))
@@ -183,15 +183,15 @@ KINDS = {
 def test_no_two_buckets_of_a_stage_begin_at_the_same_place(
     what: str, chunk_mib: float | None
 ) -> None:
-    """Of experts, of frozen weights, of pieces that are reduced apart: values are rounded by random
-    numbers of their places."""
-    moe = {"experts": 2, "every": 2, "ffn": 8, "group_top_k": 1}
+    """Values are rounded with random numbers of their places, also those of experts, of frozen
+    weights and of pieces that are reduced separately."""
+    moe = {"num_experts": 2, "layer_freq": 2, "expert_ffn_hidden": 8, "topk_groups": 1}
     buckets = made(
         0,
         stages=(StageSpec(embedding=False, layers=range(3), head=False), LAST),
         model={"moe": moe, "layers": 3},
         parallel={"pp": 2, "tp": 1},
-        optimizer={"reduce_chunk_mib": chunk_mib},
+        optimizer={"bucket_mib": chunk_mib},
         lora={"rank": 2} if what == "adapted" else {},
     ).buckets
     assert {(bucket.over_ep, bucket.frozen) for bucket in buckets} == KINDS[what]
@@ -313,7 +313,7 @@ def test_pieces_are_runs_of_matrices_the_last_first_and_then_the_rest(
 
 
 def test_what_one_process_alone_holds_is_not_cut() -> None:
-    small = {"reduce_chunk_mib": 1e-6}
+    small = {"bucket_mib": 1e-6}
     assert len(made(1, dp=1, optimizer=small).buckets) == 1
     cut_up = made(1, dp=2, optimizer=small).buckets
     first = [bucket.entries[0].spec.name.split(".", 2)[2] for bucket in cut_up]

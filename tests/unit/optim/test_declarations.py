@@ -18,7 +18,7 @@ from megapipe.optim.shard import Shard
 from tests.parity.optim_rules import PLAIN, draw, make_shard, model, set_grad
 
 ALONE = Axis.alone()
-OWN = "tests.parity.own_code"
+OWN = "tests.parity.user_code_samples"
 CONFIGS = {name: plain.config for name, plain in PLAIN.items()} | {
     name: OptimizerConfig(rule=f"{OWN}:{name}")
     for name in ("Lion", "AdamW", "LAMB", "Three", "OnlyStep")
@@ -29,7 +29,7 @@ Step = Callable[..., Any]
 def step_twice(
     config: OptimizerConfig, change: Callable[[Tensor], None] = lambda grad: None
 ) -> tuple[Rule, Shard]:
-    """Two steps of a whole model; `change` is done to the gradients [n] of both."""
+    """Step twice on a whole model; `change` is applied to the gradients [n] of both steps."""
     rule = build_rule(config)
     shard = make_shard(rule, ALONE, ALONE)
     for count in range(2):

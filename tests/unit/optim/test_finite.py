@@ -33,7 +33,7 @@ def test_each_value_counts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("place", ["device", "disk"])
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_store_knows_what_an_update_has_left(wrong: int, place: str, tmp_path: Path) -> None:
-    """Of master and states, in one window or several; each update begins anew."""
+    """An update leaves it in master or states, in one window or several; each begins anew."""
     policy = StatePolicy(place=place, folder=tmp_path, window_bytes=20)  # type: ignore[arg-type]
     store = StateStore(torch.ones(3000, dtype=torch.bfloat16), NAMES, policy)
     for step, (value, expected) in enumerate([(1.0, 0.0), (math.inf, math.nan), (2.0, 0.0)]):

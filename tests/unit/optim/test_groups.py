@@ -58,11 +58,16 @@ class Axes(NamedTuple):
 
 @functools.cache
 def resolved(zero: Zero, dp: int = GRID.dp) -> tuple[Config, Layout]:
-    """Three stages with a layer of experts each."""
+    """Resolve three stages with a layer of experts each."""
     tree = {
-        "model": {"layers": 3, "hidden": 8, "heads": 2, "moe": {"experts": 2, "ffn": 8}},
+        "model": {
+            "layers": 3,
+            "hidden": 8,
+            "heads": 2,
+            "moe": {"num_experts": 2, "expert_ffn_hidden": 8},
+        },
         "parallel": {"pp": GRID.pp, "dp": dp, "tp": GRID.tp, "sequence_parallel": True},
-        "optimizer": {"zero": zero.stage, "shard_size": zero.shard_size},
+        "optimizer": {"zero": zero.stage, "shard_group_size": zero.shard_size},
         "train": {"sequence_length": 8, "global_batch": 2 * dp, "microbatch": 1},
     }
     return resolve(Config.model_validate(tree), None, 16)

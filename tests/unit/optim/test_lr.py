@@ -66,7 +66,7 @@ def test_constant_stays() -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[int, dict[str, object]]:
-    """Steps and settings that a configuration allows: warm-up and decay fit into the run."""
+    """Draw steps and settings that a configuration allows: warm-up and decay fit into the run."""
     schedule = draw(st.sampled_from([*DECAYING, "constant"]))
     steps = draw(st.integers(1, 200))
     decay = draw(st.none() | st.integers(1, steps))

@@ -1,4 +1,4 @@
-"""The ways of experts between ranks and slices of a bucket: who gives what to whom."""
+"""Moves of experts between ranks and slices of a bucket: who sends what to whom."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shuffled(draw: random.Random, experts: int, ranks: int) -> ExpertMap:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_each_value_gets_to_its_new_place(seed: int) -> None:
-    """On all ranks of a block, whose slices cut experts anywhere."""
+    """So it is on all ranks, whose slices cut experts anywhere."""
     draw = random.Random(seed)
     ranks, etp, slices = draw.choice([2, 3, 4]), draw.choice([1, 2]), draw.choice([1, 2, 3])
     each, length, start = draw.randint(1, 4), draw.randint(1, 7), draw.randint(0, 5)
@@ -37,7 +37,7 @@ def test_each_value_gets_to_its_new_place(seed: int) -> None:
     block = list(product(range(slices), range(ranks * etp)))
 
     def bucket(of: ExpertMap, member: int) -> list[object]:
-        """What a rank has in the end, in all slices: part, expert, number of the value."""
+        """Return what a rank has in the end, in all slices: part, expert, number of the value."""
         values: list[object] = [("other", position) for position in range(of_slice * slices)]
         for slot, expert in enumerate(of.owned(member // etp)):
             for i in range(length):
@@ -53,23 +53,24 @@ def test_each_value_gets_to_its_new_place(seed: int) -> None:
     second = {rank: hop for rank, (_, hop) in here.items()}
     held = {
         rank: {
-            piece: bucket(before, rank[1])[piece.way.source + piece.start :][: size_of(piece)]
-            for pieces in hop.gives
+            piece: bucket(before, rank[1])[piece.move.source + piece.start :][: size_of(piece)]
+            for pieces in hop.sends
             for piece in pieces
         }
         for rank, hop in first.items()
     }
     for (i, m), piece in pieces_of(first):
         in_slice = range(of_slice * i, of_slice * (i + 1))
-        assert {piece.way.source + piece.start, piece.way.source + piece.stop - 1} <= {*in_slice}, m
+        source = piece.move.source
+        assert {source + piece.start, source + piece.stop - 1} <= {*in_slice}, m
     arrived = exchanged(first, held, lambda rank, member: (rank[0], member))
     cut = {
         rank: {
             piece: values[piece.start - whole.start : piece.stop - whole.start]
-            for pieces in second[rank].gives
+            for pieces in second[rank].sends
             for piece in pieces
             for whole, values in come.items()
-            if whole.way == piece.way
+            if whole.move == piece.move
         }
         for rank, come in arrived.items()
     }
@@ -78,7 +79,7 @@ def test_each_value_gets_to_its_new_place(seed: int) -> None:
         own = slice(of_slice * i, of_slice * (i + 1))
         values = bucket(before, m)
         for piece, new in come.items():
-            goal = piece.way.goal
+            goal = piece.move.goal
             values[goal + piece.start : goal + piece.stop] = new
         assert values[own] == bucket(after, m)[own]
 
@@ -88,7 +89,7 @@ def size_of(piece: MovedRange) -> int:
 
 
 def pieces_of(of_ranks: dict[Rank, MoveExchange]) -> list[tuple[Rank, MovedRange]]:
-    return [(rank, piece) for rank, hop in of_ranks.items() for own in hop.gives for piece in own]
+    return [(rank, piece) for rank, hop in of_ranks.items() for own in hop.sends for piece in own]
 
 
 def exchanged(
@@ -96,12 +97,12 @@ def exchanged(
     held: dict[Rank, dict[MovedRange, list[object]]],
     at: Callable[[Rank, int], Rank],
 ) -> dict[Rank, dict[MovedRange, list[object]]]:
-    """What each rank has got; those of a pair know alike what they exchange, in which order."""
+    """Return what each rank receives; both of a pair know what they exchange, in which order."""
     come: dict[Rank, dict[MovedRange, list[object]]] = {rank: {} for rank in of_ranks}
     for rank, hop in of_ranks.items():
-        for member, pieces in enumerate(hop.gives):
+        for member, pieces in enumerate(hop.sends):
             other = at(rank, member)
-            assert of_ranks[other].gets[hop.axis.index] == pieces
+            assert of_ranks[other].receives[hop.axis.index] == pieces
             come[other] |= {piece: held[rank][piece] for piece in pieces}
     return come
 
@@ -109,7 +110,7 @@ def exchanged(
 def test_experts_that_stay_where_they_are_do_not_travel() -> None:
     before = ExpertMap.even(6, 3)
     after = ExpertMap((0, 0, 2, 1, 1, 2), ((),) * 3)
-    assert {(way.giver, way.taker) for way in expert_moves(before, after, 0, 5)} == {
+    assert {(move.giver, move.taker) for move in expert_moves(before, after, 0, 5)} == {
         (1, 2),
         (1, 1),
         (2, 1),

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import OptimizerConfig
+from megapipe.config.health import HealthConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.numbers import NumbersConfig
 from megapipe.distributed.mesh import Axis, Grid
 from megapipe.layers.parameter import LocalParameter, Sharding
 from megapipe.model.gpt.stage import GPTStage
 from megapipe.model.partition import StageSpec
 from megapipe.optim.buffers import Bucket, owned_parameters
+from megapipe.optim.loss_scaler import LossScaler
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rules import build_rule
-from megapipe.optim.scaler import LossScaler
-from megapipe.train.totals import StepStats
+from megapipe.train.step_stats import StepStats
 from megapipe.train.update import Update
 
 
 def alone(**settings: Any) -> tuple[Optimizer, Bucket]:
-    """The optimizer of a small bf16 stage in one process, with random weights and gradients."""
+    """Make a small bf16 stage's optimizer in one process, with random weights and gradients."""
     model = ModelConfig(layers=1, hidden=6, heads=2, vocab_size=11, dtype="bf16").resolved(
         vocab_size=11, sequence_length=5
     )
@@ -52,22 +52,22 @@ def alone(**settings: Any) -> tuple[Optimizer, Bucket]:
 
 
 def masters(optimizer: Optimizer) -> Tensor:
-    """The master weights of the only bucket."""
+    """Return the master weights of the only bucket."""
     (shard,) = optimizer.shards
     return shard.store.read("model", 0, shard.bucket.numel)
 
 
 def reduced(optimizer: Optimizer) -> Tensor:
-    """The squared norms, after the reductions that a program would have asked for."""
+    """Return the squared norms, after the reductions that a program would have asked for."""
     optimizer.reduce(0)
     return optimizer.finish_reduce()
 
 
 @pytest.mark.parametrize(("clip", "active"), [(0.5, True), (1e6, False), (None, False)])
 def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bool) -> None:
-    optimizer, bucket = alone(clip=clip)
+    optimizer, bucket = alone(max_grad_norm=clip)
     given = bucket.grads[0].clone()
-    scaler, numbers = LossScaler(optimizer.config, "bf16"), NumbersConfig()
+    scaler, numbers = LossScaler(optimizer.config, "bf16"), HealthConfig()
     update = Update(optimizer.config, optimizer, scaler, [], 1, numbers, exact=True)
     totals = StepStats(tuple(reduced(optimizer).tolist()), 0.0, 1)
     assert totals.norm == pytest.approx(given.double().norm().item(), rel=1e-12)
@@ -81,7 +81,9 @@ def test_gradients_are_clipped_by_the_global_norm(clip: float | None, active: bo
 
 
 def test_an_update_is_torch_s_adamw_with_decay_for_matrices_alone() -> None:
-    optimizer, bucket = alone(clip=None, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
+    optimizer, bucket = alone(
+        max_grad_norm=None, weight_decay=0.3, options={"betas": [0.8, 0.9], "eps": 1e-6}
+    )
     master = masters(optimizer)
     plain = {
         entry.spec.name: torch.nn.Parameter(bucket.view(master, entry).clone())
@@ -110,12 +112,12 @@ def test_an_update_is_torch_s_adamw_with_decay_for_matrices_alone() -> None:
 
 
 def test_weights_look_as_far_ahead_after_a_resume() -> None:
-    """By the count of updates and by the last learning rate, which are saved."""
-    first, bucket = alone(clip=None, look_ahead=2)
+    """They use the count of updates and the last learning rate, which are saved."""
+    first, bucket = alone(max_grad_norm=None, weight_prediction=2)
     reduced(first)
     first.update(1e-2)
     first.await_all_weights()
-    again, loaded = alone(clip=None, look_ahead=2)
+    again, loaded = alone(max_grad_norm=None, weight_prediction=2)
     saved = {
         (own.spec.name, kind): v for own in first.own_slices() for kind, v in own.values.items()
     }
@@ -145,7 +147,7 @@ def test_experts_are_whole_over_etp_and_other_weights_over_tp(rule: str, element
 
 def test_small_updates_are_kept_in_full_precision() -> None:
     """An update too small for bf16 to show moves the master weights all the same."""
-    optimizer, bucket = alone(clip=None, weight_decay=0.0)
+    optimizer, bucket = alone(max_grad_norm=None, weight_decay=0.0)
     bucket.grads[0].fill_(1.0)
     weights, master = bucket.weights.clone(), masters(optimizer).clone()
     reduced(optimizer)

@@ -43,7 +43,7 @@ def test_what_bf16_holds_is_kept_whatever_the_noise(noise: int) -> None:
 
 
 def test_between_two_values_the_low_bits_are_the_chance_of_the_farther() -> None:
-    """Over all 65536 noises, in normal and denormal ranges and for both signs."""
+    """All 65536 noises are tried, in normal and denormal ranges and for both signs."""
     noise = torch.arange(65536, dtype=torch.int32)
     normal, denormal = (0x3F800001, 0x3F80C000, 0xBF81FFFF, 0x7F7E1234), (1, 0x8123, 0x807FFFFF)
     for bits in (*normal, *denormal):

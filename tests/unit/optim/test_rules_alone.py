@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megapipe.config.config import OptimizerConfig
-from megapipe.config.update_rules import RULES
+from megapipe.config.update_rules import RULES, MuonOptions
 from megapipe.distributed.mesh import Axis
 from megapipe.optim.rules import build_rule, layerwise
 from megapipe.optim.rules import rule as rule_module
+from megapipe.optim.rules.full_matrices import deal
 from megapipe.optim.rules.muon import orthogonalise
-from megapipe.optim.rules.whole import deal
 from megapipe.optim.state_store import StatePolicy
 from tests.parity.optim_rules import (
     PLAIN,
@@ -43,7 +43,7 @@ def test_a_rule_does_what_its_plain_form_does(name: str) -> None:
 
 
 PIECEMEAL = StatePolicy(place="host", window_bytes=1)
-"""State in host memory, brought in by the smallest windows that there are."""
+"""State in host memory, fetched in the smallest windows possible."""
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -98,9 +98,11 @@ def test_muon_in_fp32_is_torch_s_bit_by_bit(name: str, of_qkv: int) -> None:
     queries, keys and values. Where these have factors of their own, each is a product more."""
     found = assemble([run_rule(name, ALONE, ALONE, dtype="fp32")])
     config = PLAIN[name].config
+    options = config.rule_options
+    assert isinstance(options, MuonOptions)
 
     def matrices(n: str, whole: Tensor) -> list[Tensor]:
-        parts = [whole[rows] for rows in matrices_of(config.muon_split, n, model())]
+        parts = [whole[rows] for rows in matrices_of(options.split_qkv, n, model())]
         return [m for part in parts for m in part.reshape(-1, *part.shape[-2:])]
 
     weights = {n: w for n, w in draw(model(), "weight", 0, torch.float32).items() if is_hidden(n)}
@@ -110,9 +112,9 @@ def test_muon_in_fp32_is_torch_s_bit_by_bit(name: str, of_qkv: int) -> None:
     rule = torch.optim.Muon(
         [p for several in parameters.values() for p in several],
         weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        adjust_lr_fn=config.muon_adjust,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        adjust_lr_fn=options.adjust_lr_fn,
     )
     for step, lr in enumerate(RATES):
         rule.param_groups[0]["lr"] = lr
@@ -137,7 +139,7 @@ def test_orthogonalised_matrices_are_nearly_orthogonal() -> None:
 
 
 def step_once(settings: dict[str, Any], weight: float, grad: float) -> tuple[Tensor, Tensor]:
-    """The head's weights before and after one step, all weights and gradients alike."""
+    """Return the head's weights before and after one step, all weights and gradients alike."""
     rule = build_rule(OptimizerConfig.model_validate(settings))
     shard = make_shard(rule, ALONE, ALONE)
     (head,) = [e for e in shard.bucket.entries if e.spec.name == "head.weight"]
@@ -178,14 +180,14 @@ def test_a_zero_norm_has_trust_ratio_1(rule: str) -> None:
 def test_lamb_moves_a_matrix_by_its_norm_and_lars_by_a_share_of_it() -> None:
     before, after = step_once({"rule": "lamb"}, weight=2.0, grad=1e-3)
     assert ((after - before).norm() / before.norm()).item() == pytest.approx(0.5, rel=1e-12)
-    settings = {"rule": "lars", "weight_decay": 0.0, "trust_coefficient": 0.02}
+    settings = {"rule": "lars", "weight_decay": 0.0, "options": {"trust_coefficient": 0.02}}
     before, after = step_once(settings, weight=2.0, grad=1e-3)
     assert ((after - before).norm() / before.norm()).item() == pytest.approx(0.01, rel=1e-12)
 
 
 def test_muon_scales_the_learning_rate_of_what_takes_adamw() -> None:
     settings = {"rule": "muon", "weight_decay": 0.0}
-    before, after = step_once(settings | {"adamw_lr_scale": 0.1}, weight=2.0, grad=1.0)
+    before, after = step_once(settings | {"options": {"adamw_lr_scale": 0.1}}, weight=2.0, grad=1.0)
     torch.testing.assert_close(after, before - 0.05, rtol=1e-7, atol=0)
 
 

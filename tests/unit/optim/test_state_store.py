@@ -22,8 +22,8 @@ from megapipe.config.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.layout.resolve import resolve
 from megapipe.optim import state_store
-from megapipe.optim.offload import LANES, MappedFile
 from megapipe.optim.rounding import round_at_random, scratch_bytes
+from megapipe.optim.state_offload import LANES, MappedFile
 from megapipe.optim.state_store import MIB, StatePolicy, StateStore
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ ONE_SUM = 4
 
 
 def rule(master: Tensor, states: tuple[Tensor, ...], grad: Tensor) -> None:
-    """Adam without bias correction, in place."""
+    """Update by Adam without bias correction, in place."""
     first, second = states
     first.mul_(0.9).add_(grad * 0.1)
     second.mul_(0.95).add_(grad * grad * 0.05)
@@ -52,7 +52,7 @@ def initial(dtype: torch.dtype, n: int = N) -> Tensor:
 
 
 def update(store: StateStore, step: int) -> int:
-    """One step; returns the number of windows."""
+    """Take one step and return the number of windows."""
     store.begin(step)
     grad = gradient(step, torch.promote_types(store.weights.dtype, torch.float32))
     seen = 0
@@ -70,7 +70,7 @@ def update(store: StateStore, step: int) -> int:
 
 
 class Plain:
-    """The same on whole tensors, rounded after each step."""
+    """A plain optimizer of whole tensors, which are rounded after each step."""
 
     def __init__(self, dtype: torch.dtype, policy: StatePolicy) -> None:
         self.dtype, self.policy = dtype, policy
@@ -212,7 +212,9 @@ def test_rounding_at_random_needs_its_step() -> None:
 
 
 def test_a_policy_from_the_configuration(tmp_path: Path) -> None:
-    config = OptimizerConfig(offload="disk", state_dtype="bf16", window_mib=16, rounding="nearest")
+    config = OptimizerConfig(
+        offload="disk", state_dtype="bf16", state_window_mib=16, rounding="nearest"
+    )
     assert StatePolicy.of(config, 3, tmp_path, CPU) == StatePolicy(
         "fp32", "bf16", "nearest", "disk", tmp_path, 16 * MIB, 3
     )
@@ -238,7 +240,7 @@ def test_a_policy_from_the_configuration(tmp_path: Path) -> None:
 def test_bytes_by_formula(
     dtype: torch.dtype, settings: dict[str, Any], expected: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Per value: on the device, in host memory, on the disk, in a window."""
+    """Bytes per value are those on the device, in host memory, on the disk, in a window."""
     policy = StatePolicy(**settings, rounding="nearest", folder=tmp_path)
     assert LANES == 2
     assert StateStore(initial(dtype), NAMES, policy).nbytes() == tuple(N * b for b in expected)
@@ -316,7 +318,7 @@ def test_windows_keep_to_their_budget(settings: dict[str, Any], tmp_path: Path) 
 
 
 def test_a_window_that_random_numbers_would_fill_is_refused(tmp_path: Path) -> None:
-    config = OptimizerConfig(state_dtype="bf16", window_mib=32)
+    config = OptimizerConfig(state_dtype="bf16", state_window_mib=32)
     assert StatePolicy.of(config, 1, tmp_path, CPU).window_bytes == 32 * MIB
     wanted = r"window_mib=32: .* take 32 of it on this device; expected at least 64"
     with pytest.raises(ConfigError, match=wanted):
@@ -326,14 +328,14 @@ def test_a_window_that_random_numbers_would_fill_is_refused(tmp_path: Path) -> N
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     with open("/proc/self/status") as file:
         fields = dict(line.split(":", 1) for line in file)
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")) * 1024
 
 
 def most_resident(folder: Path, window: int) -> int:
-    """Growth of the process, in updates, over its size before a store of 48 MiB was made."""
+    """Return the most memory that the process gains in updates of a store of 48 MiB."""
     n = 4 * MIB
     weights = torch.ones(n, dtype=torch.bfloat16)
     policy = StatePolicy(place="disk", folder=folder, window_bytes=window, rounding="nearest")
@@ -376,7 +378,7 @@ def mapped(folder: Path) -> Iterator[str]:
 
 
 def test_files_have_no_name_and_go_with_the_store(tmp_path: Path) -> None:
-    """So what a killed run leaves behind is nothing, and nothing that lies there is picked up."""
+    """A killed run leaves nothing behind, and a new one picks up nothing that lies there."""
     folder = tmp_path / "not" / "there" / "yet"
     store = StateStore(
         torch.ones(N, dtype=torch.bfloat16), NAMES, StatePolicy(place="disk", folder=folder)
@@ -421,9 +423,17 @@ def test_a_disk_that_cannot_take_it_is_one_clear_line(
 @pytest.mark.parametrize(
     ("dtype", "settings", "message"),
     [
-        ("fp16", {"master": "none"}, r"optimizer\.master=none is for model\.dtype=bf16, not fp16"),
-        ("fp32", {"master": "none"}, r"optimizer\.master=none is for model\.dtype=bf16, not fp32"),
-        ("fp64", {"state_dtype": "bf16"}, r"state_dtype=bf16 does not go with model\.dtype=fp64"),
+        (
+            "fp16",
+            {"master_weights": "none"},
+            r"optimizer\.master_weights=none is for model\.dtype=bf16, not fp16",
+        ),
+        (
+            "fp32",
+            {"master_weights": "none"},
+            r"optimizer\.master_weights=none is for model\.dtype=bf16, not fp32",
+        ),
+        ("fp64", {"state_dtype": "bf16"}, r"=bf16 is not possible with model\.dtype=fp64"),
         ("bf16", {"loss_scale": 8.0}, r"loss_scale=8\.0 has no effect without model\.dtype=fp16"),
     ],
 )

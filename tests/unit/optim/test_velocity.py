@@ -29,7 +29,7 @@ def read(shard: Shard, name: str) -> Tensor:
 
 
 def follow(rule_name: str, dtype: str, tolerance: float, **policy: Any) -> Shard:
-    """Some steps, compared with the plain formula."""
+    """Take some steps and compare them with the plain formula."""
     rule = build_rule(OptimizerConfig(rule=rule_name))
     kept = StatePolicy(separate_masters=True, window_bytes=1 << 14, **policy)
     shard = make_shard(rule, ALONE, ALONE, dtype, kept, velocity=True)

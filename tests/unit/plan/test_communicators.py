@@ -20,14 +20,14 @@ from megapipe.plan.communicators import (
 from megapipe.plan.report import report
 from megapipe.schedule.generators import names
 from tests.parity.cases import configure
-from tests.parity.marks import in_parts
 from tests.parity.registry_cases import settings
+from tests.parity.tiers import in_parts
 
 MODEL = ["model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=257"]
 
 
 def made(rank: int, *overrides: str) -> tuple[list[int], int]:
-    """Members of the groups, and channels, of a process at a pipeline index."""
+    """Return the members of the groups, and the channels, of a process at a pipeline index."""
     config, layout = resolve(parse([*MODEL, *overrides]).config, None, None)
     found = communicators(config, layout, rank)
     assert found.number <= 8
@@ -44,9 +44,9 @@ def made(rank: int, *overrides: str) -> tuple[list[int], int]:
         (["parallel.pp=4", "parallel.dp=2"], 3, [2, 4], 2),
         (["parallel.pp=4", "parallel.dp=2", "optimizer.zero=0"], 3, [2, 4], 2),
         (["parallel.pp=4", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"], 0, [2], 4),
-        (["parallel.pp=4", "parallel.dp=4", "optimizer.shard_size=2"], 0, [2, 2, 4], 2),
+        (["parallel.pp=4", "parallel.dp=4", "optimizer.shard_group_size=2"], 0, [2, 2, 4], 2),
         (["parallel.pp=4", "pipeline.schedule=chimera"], 1, [2], 4),
-        (["parallel.pp=4", "pipeline.channels=in_process", "parallel.dp=2"], 0, [2], 0),
+        (["parallel.pp=4", "pipeline.transport=in_process", "parallel.dp=2"], 0, [2], 0),
         (["parallel.cp=4"], 0, [4, 4], 0),
         (["parallel.cp=4", "context.ulysses=4"], 0, [4, 4], 0),
         (["parallel.cp=4", "context.ulysses=2"], 0, [2, 2, 4], 0),
@@ -79,7 +79,7 @@ def test_eight_at_most_under_every_schedule(layout: dict[str, Any]) -> None:
 
 
 def test_their_memory_is_in_the_plan_of_a_gpu() -> None:
-    given = [*MODEL, "parallel.pp=4", "parallel.dp=4", "pipeline.channel_ctas=2"]
+    given = [*MODEL, "parallel.pp=4", "parallel.dp=4", "pipeline.p2p_max_ctas=2"]
     config, layout = resolve(parse([*given, "parallel.device=cuda"]).config, None, None)
     # the last rank: its replicas, those of the tied embedding, two channels
     assert communicators(config, layout, 3).nbytes(2) == 2 * LARGER + 2 * 2 * THREAD_BLOCK

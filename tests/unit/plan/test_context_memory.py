@@ -54,10 +54,10 @@ def some(samples: int, often: float) -> Tensor:
 def test_no_documents_take_more_than_is_planned(
     samples: int, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor, where many go to a kernel at once, much less."""
+    """If a kernel takes many at once, they do not take much less either."""
     keys = (f"train.microbatch={samples}", f"train.global_batch={samples}")
     planned = unit_of(*keys, cp=cp)
-    whole = unit_of(*keys, "kernels.attention=cudnn", cp=cp)
+    whole = unit_of(*keys, "kernels.only.attention=cudnn", cp=cp)
     within = []
     for often in (1.0, 0.1, 0.02):
         ids = some(samples, often)
@@ -76,7 +76,7 @@ def test_no_documents_take_more_than_is_planned(
 
 
 def test_where_it_counts() -> None:
-    """On a GPU, in narrow types, where attention ends at documents, for the kernels that do it."""
+    """It counts on a GPU, in narrow types, where attention ends at documents."""
 
     def most(*keys: str, **given: Any) -> int:
         return peak_activations(Units(*resolved(*keys, **given)), 0).device
@@ -85,6 +85,6 @@ def test_where_it_counts() -> None:
     for keys in (
         ("parallel.device=cpu",),
         ("model.dtype=fp32",),
-        ("kernels.attention=cudnn",),
+        ("kernels.only.attention=cudnn",),
     ):
         assert most(MASKED, *keys, cp=2) <= most(*keys, cp=2)

@@ -23,18 +23,18 @@ from megapipe.plan.units import Units
 
 ROOT = Path(__file__).parents[3]
 RUN = str(ROOT / "tests/unit/experts/recorded")
-RANKS = ("parallel.dp=4", "parallel.ep=4", "log.peak_tflops=1")
+RANKS = ("parallel.dp=4", "parallel.ep=4", "plan.peak_tflops=1")
 PAGE = (ROOT / "docs/moe.md").read_text(encoding="utf-8")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["plan", *argv]) == 0
+    assert main(["rebalance", *argv]) == 0
     return capsys.readouterr().out
 
 
 def formulas() -> dict[str, str]:
-    """Those of the page, as Python has them."""
-    _, _, after = PAGE.partition("w bytes of a row's weight; copies are those of `edp`:\n\n")
+    """Return the formulas of the page, as Python has them."""
+    _, _, after = PAGE.partition("of a row's weight; copies are those of `edp`:\n\n")
     lines = [line.strip() for line in after.partition("\n\n")[0].splitlines()]
     return {
         name: re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text)
@@ -50,18 +50,21 @@ def formulas() -> dict[str, str]:
         (("parallel.dp=8", "optimizer.zero=0"), {"copies": 2, "owners": 1}),
         (("parallel.dp=8", "parallel.etp=2"), {"etp": 2}),
         (("model.dtype=bf16",), {"e": 2, "s": 12, "r": 64 * 2}),
-        (("experts.codec=int8",), {"r": 64 + 4}),
-        (("model.activation=gelu", "optimizer.rule=sgd", "optimizer.momentum=0"), {"q": 2, "s": 0}),
+        (("experts.wire_dtype=int8",), {"r": 64 + 4}),
+        (
+            ("model.activation=gelu", "optimizer.rule=sgd", "optimizer.options.momentum=0"),
+            {"q": 2, "s": 0},
+        ),
     ],
 )
 def test_costs_are_those_of_the_formulas(keys: tuple[str, ...], given: dict[str, int]) -> None:
     config, layout = resolve(
-        parse([f"{RUN}/config.yaml", *RANKS, "parallel.node_gb_s=4", *keys]).config, None, None
+        parse([f"{RUN}/config.yaml", *RANKS, "plan.intra_node_gb_s=4", *keys]).config, None, None
     )
     found = Costs.of(Units(config, layout), Speeds.of(config), 1)
     known: dict[str, Any] = dict(zip("qhfegsw", (3, 64, 32, 4, 4, 8, 4), strict=True))
     known |= {"r": 64 * 4, "ep": 4, "etp": 1, "copies": 1, "owners": 1, "link": 4e9, "steps": 5}
-    known |= {"flops": 1e12 * config.log.efficiency, **given}
+    known |= {"flops": 1e12 * 0.6 / config.plan.time_factor, **given}
     for name, text in formulas().items():
         known[name] = eval(text, {}, dict(known))
     assert formulas().keys() == {*ExpertBytes._fields, *found.times._fields, "worth"}
@@ -72,13 +75,20 @@ def test_costs_are_those_of_the_formulas(keys: tuple[str, ...], given: dict[str,
 
 
 def test_ranks_of_a_node() -> None:
-    """Those of ep, of whole nodes."""
+    """Only ranks of ep count, on whole nodes."""
     for keys, node in (
-        (("parallel.per_node=2",), 2),
-        (("parallel.per_node=3",), 4),
-        (("parallel.per_node=8",), 4),
-        (("parallel.per_node=4", "parallel.dp=8", "parallel.etp=2"), 2),
-        (("experts.dispatch=hierarchical", "experts.node=2", "parallel.per_node=4"), 2),
+        (("parallel.ranks_per_node=2",), 2),
+        (("parallel.ranks_per_node=3",), 4),
+        (("parallel.ranks_per_node=8",), 4),
+        (("parallel.ranks_per_node=4", "parallel.dp=8", "parallel.etp=2"), 2),
+        (
+            (
+                "experts.dispatch=hierarchical",
+                "experts.ranks_per_node=2",
+                "parallel.ranks_per_node=4",
+            ),
+            2,
+        ),
     ):
         config, layout = resolve(parse([f"{RUN}/config.yaml", *RANKS, *keys]).config, None, None)
         assert Costs.of(Units(config, layout), Speeds.of(config), 2).node == node, keys
@@ -103,7 +113,7 @@ def test_owners_that_change_take_all_that_belongs_to_them() -> None:
 def test_the_page_shows_what_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, shown = PAGE.partition("    $ python scripts/experts.py plan ")
+    _, _, shown = PAGE.partition("    $ python scripts/experts.py rebalance ")
     command, *lines = shown.partition("\n\n")[0].splitlines()
     monkeypatch.chdir(ROOT)
     assert printed(capsys, *command.split()).splitlines() == [line[4:] for line in lines]
@@ -111,7 +121,7 @@ def test_the_page_shows_what_is_printed(
 
 @pytest.mark.full
 def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = (RUN, *RANKS, "--layer", "2", "--slots", "1")
+    keys = (RUN, *RANKS, "--layer", "2", "--replica-slots", "1")
     told = json.loads(printed(capsys, *keys, "--json"))
     rows = list(csv.DictReader(io.StringIO(printed(capsys, *keys, "--csv"))))
     assert [each["policy"] for each in told] == ["shadow", "balance", "migrate"]
@@ -125,11 +135,20 @@ def test_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_policy_that_needs_no_speed_is_judged_without(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And keys may come after options."""
+    """Keys may come after options."""
     monkeypatch.setattr("megapipe.layout.speeds.local_device", lambda: None)
-    ranks, shorter = RANKS[:2], ("--layer", "2", "--slots", "1", "--json")
-    alone = printed(capsys, RUN, "--policy", "balance", *shorter, *ranks, "log.peak_tflops=null")
-    of_all = json.loads(printed(capsys, RUN, ranks[0], *shorter, ranks[1], "log.peak_tflops=1"))
+    ranks, shorter = RANKS[:2], ("--layer", "2", "--replica-slots", "1", "--json")
+    alone = printed(
+        capsys,
+        RUN,
+        "--policy",
+        "balance",
+        *shorter,
+        *ranks,
+        "plan.peak_tflops=null",
+        "parallel.device=cuda",
+    )
+    of_all = json.loads(printed(capsys, RUN, ranks[0], *shorter, ranks[1], "plan.peak_tflops=1"))
     assert json.loads(alone) == [each for each in of_all if each["policy"] == "balance"]
 
 
@@ -137,7 +156,7 @@ def test_a_policy_that_needs_no_speed_is_judged_without(
 def test_a_pool_is_written_and_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same maps give the same judgement, and one map is worse than four."""
     keys, path = (RUN, *RANKS, "--layer", "1", "--json"), str(tmp_path / "pool.json")
-    made, small = printed(capsys, *keys, "-o", path), printed(capsys, *keys, "--maps", "1")
+    made, small = printed(capsys, *keys, "-o", path), printed(capsys, *keys, "--pool-size", "1")
     assert printed(capsys, *keys, "--pool", path) == made
     (pool,) = json.loads(Path(path).read_text())["layers"].values()
     assert len(pool) == 4
@@ -154,7 +173,7 @@ def test_pools_in_files(tmp_path: Path) -> None:
 
 
 def stored(owners: list[int], copies: list[list[int]]) -> dict[str, Any]:
-    return {"owners": owners, "copies": copies, "slots": 1}
+    return {"owners": owners, "replicas": copies, "slots": 1}
 
 
 EVEN = [e // 4 for e in range(16)]
@@ -166,28 +185,56 @@ EVEN = [e // 4 for e in range(16)]
         (["{run}", "parallel.ep=1"], "parallel.ep=1 splits no experts: expected more"),
         (["{run}", "parallel.dp=2", "parallel.etp=2"], "parallel.ep=1 has all experts on each"),
         (["{run}", *RANKS, "--layer", "0"], "--layer 0 has no experts: expected one of 1-2"),
-        (["{run}", *RANKS, "--slots", "0"], "--slots: '0' is not a whole number from 1 to"),
-        (["{run}", *RANKS, "--maps", "x"], "--maps: 'x' is not a whole number from 1 to"),
-        (["{run}", *RANKS, "--maps", "2", "--pool", "x"], "--pool: not allowed with argument"),
-        (["{run}", *RANKS, "log.peak_tflops=null"], "the speed of the device is not known"),
         (
-            ["{run}", *RANKS, "log.peak_tflops=null", "--policy", "shadow"],
-            "log.peak_tflops=TFLOP/S",
+            ["{run}", *RANKS, "--replica-slots", "0"],
+            "--replica-slots: '0' is not a whole number from 1 to",
         ),
-        (["{run}", *RANKS, "--policy", "balance", "-o", "x"], "--policy balance has no pool: expe"),
+        (["{run}", *RANKS, "--pool-size", "x"], "--pool-size: 'x' is not a whole number from 1 to"),
+        (["{run}", *RANKS, "--pool-size", "2", "--pool", "x"], "--pool: not allowed with argument"),
+        (
+            ["{run}", *RANKS, "plan.peak_tflops=null", "parallel.device=cuda"],
+            "the speed of the device is not known",
+        ),
+        (
+            [
+                "{run}",
+                *RANKS,
+                "plan.peak_tflops=null",
+                "parallel.device=cuda",
+                "--policy",
+                "shadow",
+            ],
+            "plan.peak_tflops=TFLOP/S",
+        ),
+        (["{run}", *RANKS, "--policy", "balance", "-o", "x"], "--policy balance has no pool: remo"),
         (["{run}", *RANKS, "--policy", "best"], "--policy: invalid choice: 'best'"),
-        (["{run}", *RANKS, "model.moe.experts=8"], "log.jsonl: layer 1 has 16 experts: expected 8"),
+        (
+            ["{run}", *RANKS, "model.moe.num_experts=8"],
+            "log.jsonl: layer 1 has 16 experts: expected 8",
+        ),
         (["{run}", *RANKS, "model.layers=4"], "0 steps with the choices of layer 3: expected 2"),
         (["{one}", *RANKS], "log.jsonl: 1 step with the choices of layer 1: expected 2 or more"),
         (["no/such", *RANKS], "no/such/config.yaml: no such file"),
         (["{run}", *RANKS, "-o", "/nowhere/x.json"], "/nowhere/x.json: cannot be written: No such"),
         (["{run}", *RANKS, "--pool", "no.json"], "no.json: No such file or directory"),
-        (["{run}", *RANKS, "--pool", "{cut}"], "cut.json: expected a pool as experts.py plan -o"),
-        (["{run}", *RANKS, "--pool", "{list}"], "list.json: expected a pool as experts.py plan"),
-        (["{run}", *RANKS, "--pool", "{half}"], "maps of layers 1-2, there are none of 2"),
-        (["{run}", *RANKS, "--pool", "{wrong}"], 'layer 1: expected {{"owners": [..], "copies"'),
+        (
+            ["{run}", *RANKS, "--pool", "{cut}"],
+            "cut.json: expected a pool as experts.py rebalance -o",
+        ),
+        (
+            ["{run}", *RANKS, "--pool", "{list}"],
+            "list.json: expected a pool as experts.py rebalance",
+        ),
+        (
+            ["{run}", *RANKS, "--pool", "{half}"],
+            "maps are missing for layers 2: expected one list per layer 1-2",
+        ),
+        (["{run}", *RANKS, "--pool", "{wrong}"], 'layer 1: expected {{"owners": [..], "replicas"'),
         (["{run}", *RANKS, "--pool", "{small}"], "map of 2 experts over 2 ranks: expected 16 over"),
-        (["{run}", *RANKS, "--pool", "{copied}"], "layer 1: a map with copies: expected owners"),
+        (
+            ["{run}", *RANKS, "--pool", "{copied}"],
+            "layer 1: a map with replicas: expected only owners",
+        ),
         (["{run}", *RANKS, "--pool", "{uneven}"], "layer 1: rank 0 owns 5 experts: expected 4, as"),
     ],
 )
@@ -217,7 +264,7 @@ def test_bad_input(
     (tmp_path / "config.yaml").write_text(Path(RUN, "config.yaml").read_text())
     step = Path(RUN, "log.jsonl").read_text().splitlines()[0]
     (tmp_path / "log.jsonl").write_text(step + "\n")
-    assert main(["plan", *(word.format(**places) for word in argv)]) == 2
+    assert main(["rebalance", *(word.format(**places) for word in argv)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert words.format(**places) in said

@@ -1,4 +1,4 @@
-"""Bytes of a process by hand; what it does allocate is in tests/unit/test_scale.py."""
+"""Bytes of a process by hand; what it does allocate is in tests/unit/test_large_worlds.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = (
 
 
 def memory(*keys: str) -> tuple[tuple[int, ...], int]:
-    """Bytes of the first pipeline rank by purpose, and its parameters."""
+    """Return the bytes of the first pipeline rank by purpose, and its number of parameters."""
     config, layout = resolve(parse([*SMALL, *keys]).config, None, None)
     found = model_memory(config, layout, 0)
     stages = layout.schedule.placement.stages_of(0)
@@ -40,7 +40,7 @@ def memory(*keys: str) -> tuple[tuple[int, ...], int]:
         (("optimizer.zero=1", "model.dtype=fp64"), (8, 8, 4, 2, 0)),
         (("optimizer.post_validation=true", "model.dtype=bf16"), (2, 4, 3, 4, 0)),
         (("optimizer.post_validation=true",), (4, 4, 2, 4, 0)),
-        (("optimizer.shard_size=2", "model.dtype=bf16"), (2, 4, 6, 2, 0)),
+        (("optimizer.shard_group_size=2", "model.dtype=bf16"), (2, 4, 6, 2, 0)),
         (("optimizer.rule=lion", "model.dtype=bf16"), (2, 4, 2, 1, 0)),
         (("optimizer.rule=adam",), (4, 4, 2, 1, 0)),
         (("optimizer.rule=sgd",), (4, 4, 1, 1, 0)),
@@ -48,26 +48,33 @@ def memory(*keys: str) -> tuple[tuple[int, ...], int]:
         (("optimizer.rule=lars",), (4, 4, 1, 1, 0)),
         (("optimizer.rule=lamb",), (4, 4, 2, 1, 0)),
         (("optimizer.rule=rmsprop",), (4, 4, 2, 1, 0)),
-        (("optimizer.rule=rmsprop", "optimizer.momentum=0"), (4, 4, 1, 1, 0)),
+        (("optimizer.rule=rmsprop", "optimizer.options.momentum=0"), (4, 4, 1, 1, 0)),
         (("optimizer.rule=nadamw",), (4, 4, 2, 1, 0)),
         (("optimizer.rule=adabelief",), (4, 4, 2, 1, 0)),
         (("optimizer.rule=adam3",), (4, 4, 2, 1, 0)),
-        (("optimizer.look_ahead=1",), (4, 4, 3, 1, 0)),
-        (("optimizer.look_ahead=1", "model.dtype=bf16"), (2, 4, 3, 1, 0)),
-        (("optimizer.rule=tests.parity.own_code:Three",), (4, 4, 3, 1, 0)),
-        (("optimizer.rule=tests.parity.own_code:OnlyStep", "model.dtype=bf16"), (2, 4, 1, 1, 0)),
+        (("optimizer.weight_prediction=1",), (4, 4, 3, 1, 0)),
+        (("optimizer.weight_prediction=1", "model.dtype=bf16"), (2, 4, 3, 1, 0)),
+        (("optimizer.rule=tests.parity.user_code_samples:Three",), (4, 4, 3, 1, 0)),
+        (
+            ("optimizer.rule=tests.parity.user_code_samples:OnlyStep", "model.dtype=bf16"),
+            (2, 4, 1, 1, 0),
+        ),
         (("model.dtype=bf16", "optimizer.state_dtype=bf16"), (2, 4, 2, 1, 0)),
-        (("model.dtype=bf16", "optimizer.master=none"), (2, 4, 2, 1, 0)),
+        (("model.dtype=bf16", "optimizer.master_weights=none"), (2, 4, 2, 1, 0)),
         (("model.dtype=bf16", "optimizer.offload=host"), (2, 4, 0, 1, 3)),
         (
-            ("optimizer.rule=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"),
+            (
+                "optimizer.rule=sgd",
+                "optimizer.options.momentum=0",
+                "optimizer.options.nesterov=false",
+            ),
             (4, 4, 0, 1, 0),
         ),
     ],
     ids=str,
 )
 def test_bytes_per_parameter(keys: tuple[str, ...], per_parameter: tuple[float, ...]) -> None:
-    """Of one stage over four replicas: whole, or a quarter (half, in groups of two) of it."""
+    """Each of four replicas of a stage has all, or a quarter (half, in groups of two) of it."""
     found, numel = memory(*keys)
     assert found == tuple(each * numel for each in per_parameter)
 
@@ -83,11 +90,11 @@ def test_zero_2_and_3_hold_the_gradients_and_weights_of_a_stage_for_a_while() ->
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 9])
 def test_zero_3_holds_the_stages_that_are_there_at_a_time(prefetch: int) -> None:
-    """From the backward of stage k until that of k - 1 begins: the gradients of k and k + 1 are
-    there, slices of the later ones, and the weights of k, then k - 1, and of `prefetch` stages
-    before it."""
+    """From the backward of stage k until that of k - 1 begins, there are the gradients of k and k +
+    1, slices of the later ones, and the weights of k, then k - 1, and of `prefetch` stages before
+    it."""
     keys = ("pipeline.chunks=4", "pipeline.schedule=breadth_first", "model.layers=8")
-    zero = ("optimizer.zero=3", f"optimizer.prefetch={prefetch}")
+    zero = ("optimizer.zero=3", f"optimizer.weight_prefetch={prefetch}")
     config, layout = resolve(parse([*SMALL, *keys, *zero]).config, None, None)
     n = [count_held(config.model, [spec], 1) for spec in layout.stage_layers]
 

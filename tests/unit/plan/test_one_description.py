@@ -32,7 +32,7 @@ LISTED = {
     "megapipe.plan.moe.placement",
     "megapipe.plan.memory",
     "megapipe.plan.moe.migration_traffic",
-    "megapipe.plan.pace",
+    "megapipe.plan.step_time",
     "megapipe.plan.report",
     "megapipe.plan.traffic",
 }

@@ -16,8 +16,8 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.ops.attention_choice import planned_backend
 from megapipe.ops.documents import Documents
+from megapipe.ops.live_storages import LiveStorages
 from megapipe.ops.probe import planning
-from megapipe.ops.storages import LiveStorages
 from megapipe.plan import trace
 from megapipe.plan.cuda_kernels import WORKSPACES
 from megapipe.plan.kernels import planned_kernels
@@ -28,14 +28,14 @@ META = torch.device("meta")
 BF16, FP32, UINT64 = 2, 4, 8
 ROWS, LENGTH, HIDDEN, HEADS, DIM = 2, 96, 64, 4, 16
 LAYERS = 2
-"""Of a stage."""
+"""Number of layers of a stage."""
 VALUES = ROWS * LENGTH * HIDDEN
-"""Of hidden states."""
+"""Number of values of hidden states."""
 SCORES = ROWS * HEADS * LENGTH
-"""Rows of scores."""
+"""Number of rows of scores."""
 
 LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": False}
-MIXTURE = {**LLAMA, "moe": {"experts": 4, "ffn": 32, "top_k": 2}}
+MIXTURE = {**LLAMA, "moe": {"num_experts": 4, "expert_ffn_hidden": 32, "top_k": 2}}
 Keys = Mapping[str, Any]
 
 FLASH, PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
@@ -48,12 +48,12 @@ RMS, BY_HAND = "_fused_rms_norm", {"linalg_vector_norm"}
 
 
 def planned(model: Keys | None = None, **sections: Keys) -> tuple[Config, Layout]:
-    """A model of four layers on two pipeline ranks."""
+    """Resolve a model of four layers on two pipeline ranks."""
     sizes = {"layers": 4, "hidden": HIDDEN, "heads": HEADS, "dtype": "bf16", "vocab_size": 256}
     sections["model"] = {**sizes, **(model or {})}
     sections["train"] = {"sequence_length": LENGTH, "microbatch": ROWS, "global_batch": 8}
     sections["parallel"] = {"pp": 2, "dp": 1, **sections.get("parallel", {})}
-    config = Config.model_validate({"log": {"device": "H100"}, **sections})
+    config = Config.model_validate({"plan": {"device": "H100"}, **sections})
     parallel = config.parallel
     world = parallel.pp * parallel.tp * parallel.cp
     return resolve(config, world, sections["model"]["vocab_size"])
@@ -79,7 +79,7 @@ def names(unit: Unit, operation: Operation) -> set[str]:
         ({FLASH, "native_dropout"}, {"dropout": 0.1}, {}),
         ({EFFICIENT}, {"dtype": "fp32"}, {}),
         ({MATH}, {**LLAMA, "dtype": "fp32", "kv_heads": 2}, {}),
-        ({FLASH, "linalg_vector_norm"}, {**LLAMA, "norm_offset": True}, {}),
+        ({FLASH, "linalg_vector_norm"}, {**LLAMA, "zero_centered_norm": True}, {}),
         ({PACKED}, LLAMA, {"data": {"document_mask": True}}),
         ({EFFICIENT}, {"dtype": "fp32"}, {"data": {"document_mask": True}}),
         ({FLEX}, {"positions": "alibi"}, {}),
@@ -88,12 +88,12 @@ def names(unit: Unit, operation: Operation) -> set[str]:
         ({FLASH}, LLAMA, {"parallel": {"cp": 2}}),
         ({FLASH}, LLAMA, {"parallel": {"cp": 2}, "context": {"ulysses": 2}}),
         ({EFFICIENT}, {**LLAMA, "dtype": "fp32"}, {"parallel": {"cp": 2}}),
-        ({CUDNN}, LLAMA, {"parallel": {"cp": 2}, "kernels": {"attention": "cudnn"}}),
-        ({EFFICIENT}, LLAMA, {"kernels": {"attention": "efficient"}}),
-        ({CUDNN}, LLAMA, {"kernels": {"attention": "cudnn"}}),
-        ({FLASH}, LLAMA, {"kernels": {"attention": "flash_attn", "norm": "apex"}}),
+        ({CUDNN}, LLAMA, {"parallel": {"cp": 2}, "kernels": {"only": {"attention": "cudnn"}}}),
+        ({EFFICIENT}, LLAMA, {"kernels": {"only": {"attention": "efficient"}}}),
+        ({CUDNN}, LLAMA, {"kernels": {"only": {"attention": "cudnn"}}}),
+        ({FLASH}, LLAMA, {"kernels": {"only": {"attention": "flash_attn", "norm": "apex"}}}),
         ({"_grouped_mm"}, MIXTURE, {}),
-        ({"mm"}, MIXTURE, {"kernels": {"experts": "loop"}}),
+        ({"mm"}, MIXTURE, {"kernels": {"only": {"expert_gemm": "loop"}}}),
     ],
 )
 def test_a_run_takes_the_kernels_that_it_would_on_a_gpu(
@@ -109,14 +109,14 @@ def test_weight_gradients_are_added_within_their_products() -> None:
     within = unit_of(LLAMA, 1)
     assert names(within, "W") == {"addmm"}
     assert names(unit_of({**LLAMA, "dtype": "fp32"}, 1), "W") == {"addmm_"}
-    apart = unit_of(LLAMA, 1, kernels={"weight_grad": "torch"})
+    apart = unit_of(LLAMA, 1, kernels={"only": {"weight_grad": "torch"}})
     assert names(apart, "W") == {"mm", "add_"}
     assert apart.peaks["W"] > within.peaks["W"]
 
 
 def test_one_function_chooses_for_a_run_and_for_a_plan() -> None:
     """What is refused for a run is refused here, with its words; what is chosen is planned."""
-    config, layout = planned({**LLAMA, "dtype": "fp32"}, kernels={"attention": "varlen"})
+    config, layout = planned({**LLAMA, "dtype": "fp32"}, kernels={"only": {"attention": "varlen"}})
     with pytest.raises(ConfigError, match="attention=varlen: takes bf16 and fp16, not float32"):
         planned_kernels(config, layout)
     config, layout = planned(LLAMA, data={"document_mask": True})
@@ -153,13 +153,13 @@ def test_what_torch_takes_for_its_attention() -> None:
 
 
 def alive(out: Tensor, live: LiveStorages) -> list[int]:
-    """Bytes of what lives with a result, ascending."""
+    """Return the bytes of what lives with a result, ascending."""
     assert out.requires_grad
     return live.sizes
 
 
 def heads() -> list[Tensor]:
-    """q, k and v in one tensor, positions first."""
+    """Make q, k and v in one tensor, positions first."""
     qkv = torch.empty(
         LENGTH, ROWS, 3, HEADS, DIM, dtype=torch.bfloat16, device=META, requires_grad=True
     )
@@ -177,7 +177,7 @@ def heads() -> list[Tensor]:
 def test_attention_keeps_its_output_an_lse_and_the_state_of_a_generator(
     name: str, lse: int, state: list[int]
 ) -> None:
-    config, layout = planned(kernels={"attention": name})
+    config, layout = planned(kernels={"only": {"attention": name}})
     attention, given = planned_kernels(config, layout).attention, heads()
     with LiveStorages(given) as live:
         out = attention(*given, 0.0, None)
@@ -215,7 +215,7 @@ def test_dropout_keeps_a_byte_for_each_value() -> None:
 
 
 def test_swiglu_keeps_gate_and_up_alone() -> None:
-    by_torch = unit_of(LLAMA, kernels={"swiglu": "torch", "rotary": "torch"})
+    by_torch = unit_of(LLAMA, kernels={"only": {"swiglu": "torch", "rotary": "torch"}})
     by_inductor = unit_of(LLAMA)
     assert by_inductor.held == by_torch.held
     assert by_inductor.queued == by_torch.queued
@@ -227,16 +227,16 @@ def test_logits_stay_in_the_models_type() -> None:
     """torch's operations make a copy in fp32."""
     model = {**LLAMA, "vocab_size": 8192}
     by_torch, by_inductor = (
-        unit_of(model, 1, kernels={"loss": name, "loss_chunk": 64}).peaks["I"]
+        unit_of(model, 1, kernels={"only": {"loss": name}, "loss_chunk_tokens": 64}).peaks["I"]
         for name in ("torch", "inductor")
     )
     assert by_torch - by_inductor == pytest.approx(64 * 8192 * FP32, rel=0.01)
 
 
 def test_flash_takes_sums_in_fp32_while_it_runs() -> None:
-    """By hand: queries in blocks of 128 rows and 32 columns, and a number for each row. Its inputs
-    come with positions first, so gradient and output are copied; of few key heads, gradients too.
-    """
+    """Computed by hand: queries in blocks of 128 rows and 32 columns, and a number for each row.
+    Inputs come with positions first, so gradient and output are copied; of few key heads, gradients
+    too."""
     q, k, v = heads()
     lse = torch.empty(ROWS, HEADS, LENGTH, device=META)
     of = WORKSPACES[torch.ops.aten._scaled_dot_product_flash_attention_backward.default]

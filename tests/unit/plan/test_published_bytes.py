@@ -14,7 +14,7 @@ from megapipe.plan.units import Units
 
 GPT3 = {"hidden": 12288, "heads": 96, "dropout": 0.1, "dtype": "bf16", "vocab_size": 50257}
 SBH = 2048 * 12288
-"""Values of hidden states."""
+"""Number of values of hidden states."""
 STATISTICS = 2048 * (2 * 2 + 96) * 4
 """Bytes of the mean and the deviation of two norms, and of attention's logsumexp."""
 GENERATOR = 24
@@ -22,7 +22,7 @@ GENERATOR = 24
 
 
 def resolved(model: dict[str, Any], layers: int, **sections: Any) -> tuple[Config, Layout]:
-    """The configuration and the layout of a stage of that many layers, its first one."""
+    """Return the configuration and the layout of a first stage with `layers` layers."""
     parallel = {"device": "cuda", **sections.pop("parallel", {})}
     pp, tp = parallel.get("pp", 1), parallel.get("tp", 1)
     train = {"sequence_length": 2048, "microbatch": 1, "global_batch": 4}
@@ -32,7 +32,7 @@ def resolved(model: dict[str, Any], layers: int, **sections: Any) -> tuple[Confi
 
 
 def of_layers(model: dict[str, Any], layers: int = 1, **sections: Any) -> list[Unit]:
-    """What so many more layers add, by slice."""
+    """Return what `layers` more layers add, by slice."""
     pairs = zip(
         Units(*resolved(model, 6, **sections)).of(0),
         Units(*resolved(model, 6 + layers, **sections)).of(0),
@@ -100,7 +100,7 @@ def test_full_recomputation_keeps_inputs() -> None:
         return unit.held, unit.host
 
     assert held(3) == (3 * 2 * SBH / 8, 0)
-    assert held(6, span=3) == (2 * 2 * SBH / 8, 0)
+    assert held(6, blocks_per_recompute=3) == (2 * 2 * SBH / 8, 0)
     assert held(3, offload=["norm"]) == (0, 3 * 2 * SBH / 8)
 
 
@@ -127,7 +127,7 @@ def test_the_slices_of_a_sequence_and_their_carry() -> None:
     of h, whose gradients take 4 + 4."""
     model = {**GPT3, "dropout": 0.0}
     parallel = {"tp": 8, "pp": 2}
-    pipeline = {"schedule": "seq1f1b", "slices": 3}
+    pipeline = {"schedule": "seq1f1b", "sequence_slices": 3}
     whole = of_layer(model, parallel=parallel)
     parts = of_layers(model, parallel=parallel, pipeline=pipeline)
     _, layout = resolved(model, 6, parallel=parallel, pipeline=pipeline)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.ops.storages import tensors_in
+from megapipe.ops.live_storages import tensors_in
 from megapipe.plan.results import Results
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ class Counted:
 
 
 def described(out: Any) -> list[object]:
-    """All that may be known of results."""
+    """Return all that may be known of results."""
     results = out if isinstance(out, tuple) else [out]
     return [
         (tuple(x.shape), x.stride(), x.dtype, x.untyped_storage().nbytes(), x.storage_offset())
@@ -123,7 +123,7 @@ def test_values_are_never_assumed() -> None:
 
 
 class Checked(TorchDispatchMode):
-    """Compares each result with torch's."""
+    """A mode that compares each result with torch's."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()

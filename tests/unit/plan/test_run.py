@@ -26,7 +26,7 @@ from tests.parity.cases import Case, configure
 
 ONE = Case(pp=4, in_process=True, layers=8, dtype="fp32", sequence=64)
 LAYERS = 2
-"""Of a stage."""
+"""Number of layers of a stage."""
 MESSAGE = 64 * 2 * 16 * 4
 """Bytes of hidden states."""
 
@@ -111,7 +111,7 @@ def test_flops_are_those_by_which_stages_are_cut_but_for_scores(case: Case) -> N
     the gradients of a norm's vector as a product."""
     config, layout = configure(case)
     unit, stage, length = unit_of(case), layout.stage_layers[1], config.train.sequence_length
-    work = layout.model.work(stage, layout.block_policies[1], again=False)
+    work = layout.model.work(stage, layout.block_policies[1], recompute=False)
     tokens = Fraction(layout.local_length * config.train.microbatch, case.tp)
     values = len(stage.layers) * config.model.heads * (config.model.head_dim or 0)
     again = 2 if case.activations == "full" else 0
@@ -175,7 +175,7 @@ def test_a_user_defined_family_is_run() -> None:
 
 
 def test_rows_of_experts_add_up_where_choices_are_no_multiple_of_experts() -> None:
-    """Of 2 x 10 choices among 16 experts on two ranks, and of 2 choices: whole rows, 8 of each."""
+    """2 x 10 choices, or 2, are spread over two ranks with 8 experts each: rows are whole."""
     for length, sent in ((10, 20), (1, 2)):
         sections = {
             "model": {
@@ -184,7 +184,7 @@ def test_rows_of_experts_add_up_where_choices_are_no_multiple_of_experts() -> No
                 "heads": 4,
                 "vocab_size": 300,
                 "dtype": "fp32",
-                "moe": {"experts": 16, "ffn": 24, "top_k": 2},
+                "moe": {"num_experts": 16, "expert_ffn_hidden": 24, "top_k": 2},
             },
             "parallel": {"dp": 2, "ep": 2, "device": "cpu"},
             "train": {"sequence_length": length, "microbatch": 1, "global_batch": 2},
@@ -196,11 +196,11 @@ def test_rows_of_experts_add_up_where_choices_are_no_multiple_of_experts() -> No
 
 
 def test_rows_of_experts_are_even_or_those_of_an_imbalance_or_of_a_capacity() -> None:
-    """Of 64 tokens on each rank, whose two choices go to four experts."""
+    """Each rank has 64 tokens, whose two choices go to four experts."""
     mean = 64 * 2
 
     def rows(imbalance: str | None, ranks: int = 2, **keys: float) -> int:
-        moe = {"experts": 4, "ffn": 24, "top_k": 2, **keys}
+        moe = {"num_experts": 4, "expert_ffn_hidden": 24, "top_k": 2, **keys}
         sections = {
             "model": {"layers": 2, "hidden": 16, "heads": 4, "vocab_size": 300, "moe": moe},
             "parallel": {"dp": ranks, "ep": ranks, "device": "cpu"},
@@ -216,7 +216,7 @@ def test_rows_of_experts_are_even_or_those_of_an_imbalance_or_of_a_capacity() ->
     assert rows("1.5") == mean * 3 // 2
     assert rows("2") == rows("4") == 2 * mean
     once = "a token chooses an expert once"
-    assert rows("4", ranks=4) == rows(None, ranks=4, capacity=9) == 2 * mean, once
-    assert rows(None, capacity=1.5) == rows("4", capacity=1.5) == mean * 3 // 2
-    assert rows("1.25", capacity=1.5) == mean * 5 // 4
-    assert rows(None, capacity=0.5) == rows("1", capacity=0.5) == mean // 2
+    assert rows("4", ranks=4) == rows(None, ranks=4, capacity_factor=9) == 2 * mean, once
+    assert rows(None, capacity_factor=1.5) == rows("4", capacity_factor=1.5) == mean * 3 // 2
+    assert rows("1.25", capacity_factor=1.5) == mean * 5 // 4
+    assert rows(None, capacity_factor=0.5) == rows("1", capacity_factor=0.5) == mean // 2

@@ -1,4 +1,4 @@
-"""Bytes on the wire by hand; that a step does say this much is tests/unit/test_scale.py."""
+"""Bytes on the wire by hand; that a step does say this much is tests/unit/test_large_worlds.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = (
     "model.bias=false",
     "train.sequence_length=16",
     "train.microbatch=4",
-    "kernels.loss_chunk=40",
+    "kernels.loss_chunk_tokens=40",
 )
 
 
@@ -43,7 +43,7 @@ def plan(*keys: str) -> tuple[Config, Layout]:
 
 
 def found(exchanges: list[CollectiveTraffic]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Calls and bytes by axis, collective and purpose, all stages together."""
+    """Sum calls and bytes by axis, collective and purpose, all stages together."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for e in exchanges:
         count, size = sums.get((e.axis, e.collective, e.what), (0, 0))
@@ -66,7 +66,7 @@ LAYER = 12 * 32 * 32 // 2 + 2 * 32
 
 def test_every_number_of_a_small_job() -> None:
     """Two stages of two layers, 5 micro-batches: what the last rank says."""
-    config, layout = plan(*PIPELINE, "pipeline.layout=E L*2 | L*2 H")
+    config, layout = plan(*PIPELINE, "pipeline.stage_layout=E L*2 | L*2 H")
     numel = 2 * LAYER + 32 + 256 * 32  # 500 words are 2 x 256 with padding
     numel += -numel % 3
     assert found(step_traffic(Units(config, layout), 1)) == {
@@ -89,7 +89,7 @@ def test_sequence_parallelism_splits_each_all_reduce_and_gathers_again_in_w(apar
     head's input is gathered with the loss."""
     config, layout = plan(
         *PIPELINE,
-        "pipeline.layout=E L*2 | L*2 H",
+        "pipeline.stage_layout=E L*2 | L*2 H",
         "parallel.sequence_parallel=true",
         f"pipeline.schedule={'zb_h1' if apart else '1f1b'}",
     )
@@ -143,14 +143,14 @@ def test_a_b_of_compiled_blocks_is_an_i_and_a_w() -> None:
     ("policy", "extra"),
     [
         ("keep", 0),
-        ("selective", 0),  # what is run again has no collective
-        ("full", 2 * 1),  # of a block all but its last reduction
-        ("stage", 3 + 1),  # the same of the stage, and the embedding
+        ("selective", 0),  # recomputed modules have no collective
+        ("full", 2 * 1),  # all reductions of a block but its last
+        ("stage", 3 + 1),  # those of the stage, and the embedding
     ],
 )
 def test_what_is_run_again_reduces_again(policy: str, extra: int) -> None:
-    """In the backward, where it runs."""
-    keys = (*PIPELINE, "pipeline.layout=E L*2 | L*2 H", f"activations.policy={policy}")
+    """It does so in the backward, where it runs."""
+    keys = (*PIPELINE, "pipeline.stage_layout=E L*2 | L*2 H", f"activations.policy={policy}")
     sums = found(step_traffic(Units(*plan(*keys)), 0))
     for what, wanted in (("F", 2 * 2 + 1), ("B", 2 * 2 + extra)):
         assert sums["tp", "all_reduce", what] == (5 * wanted, 5 * wanted * X)
@@ -158,7 +158,7 @@ def test_what_is_run_again_reduces_again(policy: str, extra: int) -> None:
 
 def test_a_forward_that_an_r_runs_counts_there() -> None:
     """All but the stage's last reduction."""
-    keys = (*PIPELINE, "pipeline.layout=E L*2 | L*2 H", "pipeline.schedule=merak")
+    keys = (*PIPELINE, "pipeline.stage_layout=E L*2 | L*2 H", "pipeline.schedule=merak")
     sums = found(step_traffic(Units(*plan(*keys)), 0))
     for what, wanted in (("F", 2 * 2 + 1), ("R", 3 + 1), ("B", 2 * 2)):
         assert sums["tp", "all_reduce", what] == (5 * wanted, 5 * wanted * X)
@@ -187,14 +187,14 @@ def test_zero_3_gathers_what_was_let_go(prefetch: int, gathers: int) -> None:
         "pipeline.schedule=breadth_first",
         "pipeline.chunks=2",
         "optimizer.zero=3",
-        f"optimizer.prefetch={prefetch}",
+        f"optimizer.weight_prefetch={prefetch}",
     )
     sums = found(step_traffic(Units(config, layout), 0))
     assert sums["dp", "all_gather", "weights"][0] == gathers
 
 
 def test_hybrid_sharding_reduces_in_two_steps() -> None:
-    keys = ("parallel.dp=8", "train.global_batch=32", "optimizer.shard_size=2")
+    keys = ("parallel.dp=8", "train.global_batch=32", "optimizer.shard_group_size=2")
     config, layout = plan(*keys)
     sums = found(step_traffic(Units(config, layout), 0))
     _, whole = sums["dp:shard", "reduce_scatter", "gradients"]

@@ -23,14 +23,14 @@ from megapipe.config.config import Config
 from megapipe.config.section import Section
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.plan import cache, units
+from megapipe.plan import cache
 from megapipe.plan.cache import Cache
 from megapipe.plan.run import measure
 from megapipe.plan.unit import OPERATIONS, Unit
 from megapipe.plan.units import SECTIONS, Units, part_of
 from tests.parity.cases import Case, configure
-from tests.parity.marks import in_parts
 from tests.parity.planned_stages import CASES
+from tests.parity.tiers import in_parts
 
 SMALL = (
     "model.layers=2",
@@ -118,11 +118,11 @@ def test_the_older_half_of_too_many_goes(tmp_path: Path, monkeypatch: pytest.Mon
 KEYS = [
     ("model.dropout=0.1",),
     ("lora.rank=2",),
-    ("kernels.loss_chunk=8",),
+    ("kernels.loss_chunk_tokens=8",),
     ("train.sequence_length=32",),
     ("train.microbatch=1",),
     ("data.document_mask=true",),
-    ("data.document_mask=true", "data.reset_positions=true"),
+    ("data.document_mask=true", "data.reset_position_ids=true"),
     ("data.mixture.a.source=a", "data.mixture.b.source=b"),
     ("activations.policy=full",),
     ("parallel.device=cuda",),
@@ -156,12 +156,12 @@ def test_another_torch_or_program_is_measured_anew(
         (package / name).write_text("x = 1\n")
 
     def number() -> int:
-        units._program.cache_clear()
+        cache._program.cache_clear()
         planned(folder)
         return len(files_of(folder))
 
     assert number() == 1
-    monkeypatch.setattr(units, "PACKAGE", package)
+    monkeypatch.setattr(cache, "PACKAGE", package)
     assert [number(), number()] == [2, 2]
     (package / "inner" / "a.py").write_text("x = 12\n")
     assert number() == 3
@@ -169,9 +169,9 @@ def test_another_torch_or_program_is_measured_anew(
     assert number() == 4, "an edit that leaves the size"
     (package / "inner" / "b.py").touch()
     assert number() == 5
-    monkeypatch.setattr(units, "version", lambda _: "9.9.9")
+    monkeypatch.setattr(cache, "version", lambda _: "9.9.9")
     assert [number(), number()] == [6, 6]
-    units._program.cache_clear()
+    cache._program.cache_clear()
 
 
 def test_what_depends_on_user_defined_code_is_not_kept(
@@ -183,7 +183,7 @@ def test_what_depends_on_user_defined_code_is_not_kept(
     module = ModuleType("written_here")
     module.__dict__.update(loss=loss)
     monkeypatch.setitem(sys.modules, "written_here", module)
-    loss_alone = parse([*SMALL, "train.loss=written_here:loss"]).config
+    loss_alone = parse([*SMALL, "train.loss_function=written_here:loss"]).config
     tiny = ("model.options.width=4", "model.options.depth=2", "train.global_batch=4")
     model = parse(["model.source=tests.parity.tiny_family:Tiny", *tiny]).config
     for config in (loss_alone, model):
@@ -220,7 +220,7 @@ def reading() -> Iterator[set[Read]]:
 
 
 def in_whole(section: Section) -> Iterator[str]:
-    """Classes of a section of which all is in the key."""
+    """Yield the classes of a section and of the sections in it; the key has all their fields."""
     yield type(section).__name__
     for name in type(section).model_fields:
         value = getattr(section, name)
@@ -233,14 +233,14 @@ def on_a_gpu(*keys: str) -> tuple[Config, Layout]:
 
 
 def of_all_kinds() -> Iterator[tuple[Config, Layout, int]]:
-    """Configurations of stages that differ in many ways, and a stage of each."""
+    """Yield configurations of stages that differ in many ways, and a stage of each."""
     for case in CASES[::9]:
         yield (*case.configure(), case.stages[-1])
     for case in CASES:
         if case.keys or case.case.placement != "static" or case.case.codec != "none":
             yield (*case.configure(), case.stages[-1])
     yield (*on_a_gpu("model.dtype=bf16", "data.document_mask=true"), 0)
-    yield (*on_a_gpu("model.dtype=bf16", "kernels.compile=true", "model.moe.experts=4"), 0)
+    yield (*on_a_gpu("model.dtype=bf16", "kernels.compile=true", "model.moe.num_experts=4"), 0)
     yield (*on_a_gpu("model.dtype=bf16", "parallel.cp=2", "model.positions=rotary"), 0)
 
 
@@ -266,10 +266,13 @@ MANY_LAYERS: dict[str, Given] = {
     "recomputed as a whole": (replace(BASE, activations="stage"), {}),
     "windows and full": (
         replace(BASE, model="gpt2", kv_heads=None),
-        {"model": {"window": 4, "full_attention_every": 2}},
+        {"model": {"sliding_window": 4, "full_attention_every": 2}},
     ),
-    "dense, then experts": (replace(MOE, moe="top 2"), {"model": {"moe": {"dense_first": 3}}}),
-    "every second": (replace(MOE, moe="top 2"), {"model": {"moe": {"every": 2}}}),
+    "dense, then experts": (
+        replace(MOE, moe="top 2"),
+        {"model": {"moe": {"first_dense_layers": 3}}},
+    ),
+    "every second": (replace(MOE, moe="top 2"), {"model": {"moe": {"layer_freq": 2}}}),
     "slices": (replace(BASE, schedule="seq1f1b", slices=2), {}),
     "offload": (replace(BASE, activations="offload", dropout=0.1), {}),
     "adapters": (replace(BASE, lora="some"), {}),
@@ -301,7 +304,7 @@ def test_few_layers_tell_what_many_do(name: str) -> None:
 
 def test_flops_are_those_of_the_mean_rank_of_a_ring(tmp_path: Path) -> None:
     """The first rank of three has the first positions, whose queries see few keys."""
-    keys = ("parallel.cp=3", "context.order=contiguous", "train.sequence_length=24")
+    keys = ("parallel.cp=3", "context.position_split=contiguous", "train.sequence_length=24")
     config, layout = resolve(parse([*SMALL, *keys]).config, None, None)
     measured = Units(config, layout, Cache([tmp_path]))
     for operation in OPERATIONS.values():

@@ -21,7 +21,7 @@ KNOWN = CoverageMap(
 
 @pytest.fixture
 def differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Changes:
-    """Changes that the command finds."""
+    """Return the changes that the command finds."""
     found = Changes("main")
     monkeypatch.setattr(changed, "changes_since", lambda ref: found)
     monkeypatch.setattr(changed, "load", lambda: KNOWN)

@@ -12,7 +12,7 @@ FILE, SHARED = "tests/unit/test_a.py", f"{FIXTURE}tests/unit::shared"
 
 
 def record(**seconds: float) -> Record:
-    """A record of tests that all use one fixture, each of which executes another line."""
+    """Make a record of tests that all use one fixture and each execute another line."""
     tests = {f"{FILE}::{name}": test_s for name, test_s in seconds.items()}
     return Record(
         FILE,

@@ -19,7 +19,7 @@ def known() -> CoverageMap:
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, set[str]]:
-    """File of tests -> the names of its tests, without those of their classes."""
+    """Return the names of the tests of each file, without those of their classes."""
     found = {
         path.relative_to(ROOT).as_posix(): {
             *re.findall(r"(?m)^ *def (test_\w+)", path.read_text("utf-8"))

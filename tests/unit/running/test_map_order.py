@@ -16,7 +16,7 @@ NEAR, FAR = "tests/unit/room/test_thing.py", "tests/dist/test_far.py"
 
 
 def executes(*lines: int, seconds: float = 1.0, elsewhere: int = 0) -> Test:
-    """A test that executes these lines of the file, and a number of lines of another one."""
+    """Make a test that executes these lines of the file and `elsewhere` lines of another one."""
     bits = sum(1 << line for line in lines)
     return Test(seconds, {FILE: bits, "megapipe/other.py": line_range(1, elsewhere)})
 

@@ -46,7 +46,7 @@ def bits(*lines: int) -> int:
         pytest.param(PARTS, 0, ["a", "c", "readers", "b"], id="whole"),
         pytest.param("docs/page.md", bits(3), ["page"], id="page"),
         pytest.param("docs/other.md", bits(3), [], id="unread page"),
-        # of parts.py, which imports it
+        # of field_mappings.py, which imports it
         pytest.param(CONSTANTS, bits(1), ["readers", "a", "c", "b"], id="constants"),
     ],
 )

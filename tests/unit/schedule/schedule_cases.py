@@ -18,7 +18,7 @@ from megapipe.schedule.ir import Kind, Op, Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, replicated, vee, wave
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.wavefront import Round, Wavefront
-from tests.unit.schedule.token_game import deal
+from tests.unit.schedule.schedule_referee import deal
 
 WALKS: dict[str, dict[str, int]] = {
     "a loop": {"RANKS": 1 << 30},
@@ -31,13 +31,13 @@ WALKS: dict[str, dict[str, int]] = {
 
 @contextmanager
 def counted_rounds() -> Iterator[list[int]]:
-    """How many operations each round of all ranks runs, within the context."""
+    """Count the operations that each round of all ranks runs, within the context."""
     counts: list[int] = []
     rounds = Wavefront.rounds
 
     def counting(front: Wavefront, made: Any) -> Iterator[Round]:
         for each in rounds(front, made):
-            counts.append(len(each.places))
+            counts.append(len(each.indices))
             yield each
 
     with mock.patch.object(Wavefront, "rounds", counting):
@@ -45,19 +45,19 @@ def counted_rounds() -> Iterator[list[int]]:
 
 
 REPLICAS = [[2], [2, 1], [1, 2], [3, 1], [2, 2], [1, 2, 1]]
-"""Of ranks 2 to 4."""
+"""Numbers of replicas of each stage, on 2 to 4 ranks."""
 
 
 def options_of(name: str, microbatches: int) -> list[dict[str, Any]]:
-    """Small values of every option that a registered schedule has; of chunks and slices not both
-    many, as what they are multiplied by grows with both."""
+    """Return small values of every option that a registered schedule has. Chunks and slices are not
+    both many, as the work grows with their product."""
     small = {
         "chunks": (1, 2, 3),
-        "group": (None, *range(1, microbatches + 1)),
+        "microbatch_group_size": (None, *range(1, microbatches + 1)),
         "slices": (1, 2, 3),
-        "pairs": (1, 2),
-        "advance": (None, 1, 2),
-        "replicas": (None, *REPLICAS),
+        "chimera_pairs": (1, 2),
+        "extra_warmup": (None, 1, 2),
+        "ranks_per_stage": (None, *REPLICAS),
     }
     own = {what: values for what, values in small.items() if what in accepts(name)}
     every = [dict(zip(own, values, strict=True)) for values in product(*own.values())]
@@ -65,7 +65,7 @@ def options_of(name: str, microbatches: int) -> list[dict[str, Any]]:
 
 
 def all_small(name: str, ranks: int, microbatches: int) -> Iterator[Schedule]:
-    """A registered schedule with all options at all sizes up to these, without those that it
+    """Yield a registered schedule with all options at all sizes up to these, without those that it
     refuses."""
     for p, m in product(range(1, ranks + 1), range(1, microbatches + 1)):
         for options in options_of(name, m):
@@ -85,10 +85,10 @@ def registered(draw, max_ranks: int = 6, max_microbatches: int = 12) -> Schedule
     microbatches = draw(st.integers(1, max_microbatches))
     options = {
         "chunks": draw(st.none() | st.integers(1, 4)),
-        "group": draw(st.none() | st.integers(1, microbatches)),
+        "microbatch_group_size": draw(st.none() | st.integers(1, microbatches)),
         "slices": draw(st.none() | st.integers(1, 4)),
-        "pairs": draw(st.none() | st.integers(1, 2)),
-        "replicas": draw(st.none() | st.sampled_from(REPLICAS)),
+        "chimera_pairs": draw(st.none() | st.integers(1, 2)),
+        "ranks_per_stage": draw(st.none() | st.sampled_from(REPLICAS)),
     }
     given = {what: value for what, value in options.items() if what in accepts(name)}
     try:
@@ -103,7 +103,7 @@ def registered(draw, max_ranks: int = 6, max_microbatches: int = 12) -> Schedule
 
 @st.composite
 def placements(draw, directions: bool = False) -> Placement:
-    """Loop, V, wave, and any map of stages to ranks; with directions, some have two."""
+    """Draw a loop, V, wave, or any map of stages to ranks; with directions, some have two."""
     ranks = draw(st.integers(1, 4))
     table = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
     rows = [tuple(draw(st.permutations([*range(ranks), *table]))) for _ in range(2)]
@@ -114,7 +114,7 @@ def placements(draw, directions: bool = False) -> Placement:
 
 @st.composite
 def dealt(draw) -> Schedule:
-    """Any valid order whatever, of schedules with all that a schedule can have."""
+    """Draw any valid order, of schedules with all that a schedule can have."""
     placement = draw(placements(directions=True))
     whole = draw(st.integers(1, 3))
     halves = draw(st.lists(st.booleans(), min_size=whole, max_size=whole))
@@ -139,7 +139,7 @@ def dealt(draw) -> Schedule:
 
 @st.composite
 def references(draw) -> Schedule:
-    """The plain orders that every placement has."""
+    """Draw one of the plain orders that every placement has."""
     placement = draw(placements(directions=True))
     microbatches = draw(st.integers(1, 5))
     if draw(st.booleans()):
@@ -157,13 +157,13 @@ def references(draw) -> Schedule:
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
-    """Valid schedules of every kind on every placement."""
+    """Return a strategy of valid schedules of every kind on every placement."""
     return registered(4, 6) | references() | dealt()
 
 
 def of(text: str, microbatches: int = 1, placement: Placement | None = None, **fields) -> Schedule:
-    """A schedule from rows of cells such as ``0F0 0F1+0B0/1F0 1B0``; ``+`` joins a cell with the
-    next.
+    """Build a schedule from rows of cells such as ``0F0 0F1+0B0/1F0 1B0``; ``+`` joins a cell with
+    the next.
 
     Unlike a file's, its sizes are those given; its placement, unless given, has each stage where
     its first cell stands.
@@ -184,7 +184,7 @@ def of(text: str, microbatches: int = 1, placement: Placement | None = None, **f
 
 
 def joined_cells(group: str) -> list[tuple[str, bool]]:
-    """Each cell of ``0F1+0B0``, and whether it is joined with the next."""
+    """Split ``0F1+0B0`` into its cells, each with whether it is joined with the next."""
     *firsts, last = group.split("+")
     return [(cell, True) for cell in firsts] + [(last, False)] * bool(last)
 
@@ -197,7 +197,7 @@ def cell_of(cell: str) -> Op:
 
 
 def alter(schedule: Schedule, rng: random.Random) -> Schedule:
-    """One random change: swap, move, delete, duplicate, another rank, or a field of one op."""
+    """Make one random change: swap, move, delete, duplicate, another rank, or a field of an op."""
     lists = [schedule.rank_ops(rank) for rank in range(len(schedule.ops))]
     rank = rng.choice([rank for rank, ops in enumerate(lists) if ops] or [None])
     if rank is None:

@@ -8,12 +8,12 @@ from megapipe.schedule.timing.simulate import simulate
 
 
 def timeline(schedule, **times):
-    """Times are those of a full rank."""
+    """Simulate a schedule. Times are those of a full rank."""
     return simulate(schedule, Cost.full_rank(schedule.placement, **times))
 
 
 def idle(schedule, **times):
-    """Idle time within the makespan, which must be the same on every rank."""
+    """Return the idle time within the makespan, which must be the same on every rank."""
     measured = timeline(schedule, **times)
     (each,) = {measured.makespan - busy for busy in measured.busy}
     return each
@@ -24,7 +24,7 @@ def lines(schedule):
 
 
 def check_all_sizes(name, legal, ranks=6, **options):
-    """Every m <= 3p+2 at every legal p is valid, in order, and exactly as large as promised."""
+    """Assert that every m <= 3p+2 at every legal p is valid, in order, and as large as promised."""
     for p in range(1, ranks + 1):
         for m in range(1, 3 * p + 3):
             if not legal(p):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.data_parallel import add_data_parallel_actions, operations
 from megapipe.schedule.generators import build, names
-from megapipe.schedule.holders import SharedReduction, shared_reductions
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, ActionKind, Program
-from tests.parity.marks import in_parts
+from megapipe.schedule.shared_reductions import SharedReduction, shared_reductions
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of, schedules
 
 BREADTH_FIRST = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
@@ -22,12 +22,12 @@ SPLIT = "0F0 0F1 0I0 0W0 0I1 0W1"
 
 
 def program_of(text: str) -> Program:
-    """Of one rank."""
+    """Lower the schedule of one rank."""
     return lower(of(text, 1 + max(int(cell[-1]) for cell in text.split())))[0]
 
 
 def shown(program: Program) -> str:
-    """Operations as in a schedule's text, everything else as ``what:stage``."""
+    """Write operations as in a schedule's text, everything else as ``what:stage``."""
     return " ".join(
         f"{action.stage}{action.kind.name}{action.microbatch}"
         if action.do == ActionKind.COMPUTE
@@ -144,7 +144,7 @@ def test_the_next_stages_are_on_their_way_while_one_computes() -> None:
 
 
 def test_gathers_begin_before_the_rank_waits_for_a_message() -> None:
-    """And before memory for gradients is taken."""
+    """They begin before memory for gradients is taken, too."""
     first, _ = lower(of("0F0 2F0 2B0 0B0/1F0 3F0 3B0 1B0"))
     assert shown(add_data_parallel_actions(first, in_runs=True, prefetch=0)) == (
         "unshard:0 wait_weights:0 0F0 send:0 reshard:0 unshard:2 recv:1 wait_weights:2 2F0 send:2 "
@@ -174,7 +174,7 @@ def uses(action: Action) -> bool:
 
 
 def check_gradients(program: Program, shared: Sequence[SharedReduction], *, in_runs: bool) -> None:
-    """Every weight gradient is followed by a reduction of its stage; runs are as long as can be."""
+    """Assert that a reduction of its stage follows every weight gradient, in the longest runs."""
     opened: int | None = None
     reductions: list[int] = []
     pending: set[int] = set()
@@ -210,7 +210,7 @@ def check_gradients(program: Program, shared: Sequence[SharedReduction], *, in_r
 
 
 def check_reductions_are_direct(program: Program, shared: Sequence[SharedReduction]) -> None:
-    """After the operation that completes the gradients, and its messages."""
+    """Assert that reductions follow directly the operation that completes the gradients."""
     others = {stage for _, stage in shared}
     unsent = [
         action
@@ -227,7 +227,7 @@ def check_reductions_are_direct(program: Program, shared: Sequence[SharedReducti
 
 
 def check_weights(program: Program, prefetch: int) -> None:
-    """Used only while gathered, gathered only while not, and never more than 1 + prefetch."""
+    """Assert that weights are used only while gathered, and never more than 1 + prefetch are."""
     state: dict[int, str] = {}
     for action in program.actions:
         stage = action.stage
@@ -297,8 +297,8 @@ def test_with_many_ahead_all_are_gathered_once() -> None:
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_breadth_first_has_one_run_per_chunk(chunks: int) -> None:
-    """And gathers as seldom as can be: the chunks once on the way there, and back but for the
-    last."""
+    """It gathers as seldom as can be: each chunk once in the forward, and in the backward but for
+    the last."""
     schedule = build("breadth_first", ranks=2, microbatches=6, chunks=chunks)
     for program in lower(schedule):
         actions = add_data_parallel_actions(program, in_runs=True, prefetch=0).actions

@@ -58,7 +58,7 @@ ONE = packed(span(Kind.F, 0, 0, 1))
     ("fields", "message"),
     [
         ({"placement": loop(2)}, r"1 lists of operations for 2 ranks; one per rank is needed"),
-        ({"activation_bound": (1, 1)}, r"2 limits for 1 ranks; one per rank is needed"),
+        ({"activation_bound": (1, 1)}, r"2 activation bounds for 1 ranks; one per rank is needed"),
         ({"direction": (0, 0)}, r"2 directions for 1 micro-batches; one per micro-batch is needed"),
         ({"sizes": ()}, r"0 sizes for 1 micro-batches; one per micro-batch is needed"),
         ({"microbatches": 0}, r"microbatches must be from 1 to 16777215, not 0"),

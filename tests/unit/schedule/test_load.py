@@ -20,9 +20,13 @@ def plain(ranks, microbatches):
     return build("1f1b", ranks=ranks, microbatches=microbatches)
 
 
-def chunked(microbatches, ranks, chunks=2, group=None):
+def chunked(microbatches, ranks, chunks=2, microbatch_group_size=None):
     return build(
-        "interleaved_1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks, group=group
+        "interleaved_1f1b",
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        microbatch_group_size=microbatch_group_size,
     )
 
 
@@ -71,7 +75,7 @@ number = 3
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """A directory with the user's module, as the current one."""
+    """Make a directory with the user's module the current one."""
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "lacking.py").write_text("import no_such_thing_at_all\n")
@@ -86,7 +90,7 @@ def user(tmp_path, monkeypatch):
 
 def test_a_registered_name():
     assert load("1f1b", ranks=3, microbatches=5) == build("1f1b", ranks=3, microbatches=5)
-    ours = load("interleaved_1f1b", ranks=2, microbatches=4, chunks=3, group=None)
+    ours = load("interleaved_1f1b", ranks=2, microbatches=4, chunks=3, microbatch_group_size=None)
     assert ours == build("interleaved_1f1b", ranks=2, microbatches=4, chunks=3)
 
 
@@ -95,12 +99,16 @@ def test_a_function(user):
 
 
 def test_a_function_is_called_with_what_it_takes(user):
-    schedule = load("mine:chunked", ranks=2, microbatches=6, chunks=3, group=2, cost=Cost())
-    assert schedule == build("interleaved_1f1b", ranks=2, microbatches=6, chunks=3, group=2)
-    load("mine:anything", ranks=2, microbatches=6, chunks=1, slices=None, memory_limit=4)
+    schedule = load(
+        "mine:chunked", ranks=2, microbatches=6, chunks=3, microbatch_group_size=2, cost=Cost()
+    )
+    assert schedule == build(
+        "interleaved_1f1b", ranks=2, microbatches=6, chunks=3, microbatch_group_size=2
+    )
+    load("mine:anything", ranks=2, microbatches=6, chunks=1, slices=None, activation_limit=4)
     load("mine:by_cost", ranks=2, microbatches=6, cost=Cost(F=3))
     assert sys.modules["mine"].seen == [
-        {"ranks": 2, "microbatches": 6, "chunks": 1, "memory_limit": 4},
+        {"ranks": 2, "microbatches": 6, "chunks": 1, "activation_limit": 4},
         Cost(F=3),
     ]
 
@@ -137,10 +145,14 @@ def test_a_file_with_parts_of_micro_batches(user):
         (
             "1f1p",
             {},
-            r"schedule '1f1p' is unknown; did you mean '1f1b'\?.*; one of your own is mod",
+            r"schedule '1f1p' is unknown; did you mean '1f1b'\?.*; a schedule of your own is mod",
         ),
         ("1f1b", {"chunks": 2}, r"schedule 1f1b: chunks must be 1, not 2"),
-        ("1f1b", {"group": 2}, r"schedule 1f1b: group must not be given, not 2"),
+        (
+            "1f1b",
+            {"microbatch_group_size": 2},
+            r"schedule 1f1b: microbatch_group_size must not be given, not 2",
+        ),
         (":plain", {}, r"schedule :plain: write module:name, as in my_module:build"),
         ("mine:", {}, r"schedule mine:: write module:name"),
         ("nowhere:f", {}, r"schedule nowhere:f: there is no module 'nowhere' in /.* or among the"),
@@ -163,11 +175,23 @@ def test_a_file_with_parts_of_micro_batches(user):
         ),
         ("mine:needs_chunks", {}, r"schedule mine:needs_chunks: chunks must be given"),
         ("mine:positional", {}, r"schedule mine:positional: TypeError: .*positional-only"),
-        ("builtins:dict", {}, r"schedule builtins:dict: what it takes cannot be read"),
+        ("builtins:dict", {}, r"schedule builtins:dict: its parameters cannot be read"),
         ("mine:no_schedule", {}, r"schedule mine:no_schedule: it returned str; return a megapipe"),
-        ("mine:plain", {"group": 2}, r"schedule mine:plain: group must not be given, not 2"),
-        ("mine:plain", {"pairs": 2}, r"schedule mine:plain: pairs must not be given, not 2"),
-        ("mine:plain", {"replicas": [2]}, r"mine:plain: replicas must not be given, not \[2\]"),
+        (
+            "mine:plain",
+            {"microbatch_group_size": 2},
+            r"schedule mine:plain: microbatch_group_size must not be given, not 2",
+        ),
+        (
+            "mine:plain",
+            {"chimera_pairs": 2},
+            r"schedule mine:plain: chimera_pairs must not be given, not 2",
+        ),
+        (
+            "mine:plain",
+            {"ranks_per_stage": [2]},
+            r"mine:plain: ranks_per_stage must not be given, not \[2\]",
+        ),
         ("mine:plain", {"chunks": 2}, r"mine:plain: it has 2 stages, not the 4 asked for"),
         ("mine:plain", {"slices": 2}, r"mine:plain: it has 1 slices, not the 2 asked for"),
         ("mine:fixed", {"ranks": 3}, r"mine:fixed: it has 2 ranks, not the 3 asked for"),
@@ -176,7 +200,11 @@ def test_a_file_with_parts_of_micro_batches(user):
         ("folder.csv", {}, r"schedule folder.csv: Is a directory"),
         ("binary.csv", {}, r"schedule binary.csv: it is not a text file"),
         ("wrong.csv", {}, r"schedule wrong.csv: line 1, cell 2: '0X0' is not an operation"),
-        ("own.csv", {"group": 1}, r"schedule own.csv: group must not be given, not 1"),
+        (
+            "own.csv",
+            {"microbatch_group_size": 1},
+            r"schedule own.csv: microbatch_group_size must not be given, not 1",
+        ),
         ("own.csv", {"ranks": 3}, r"schedule own.csv: it has 2 ranks, not the 3 asked for"),
     ],
 )
@@ -191,7 +219,7 @@ def test_what_cannot_be_loaded_is_one_clear_line(user, spec, options, message):
 
 
 def test_a_mistaken_call_is_a_bug():
-    with pytest.raises(TypeError, match="load has no option 'chunk'"):
+    with pytest.raises(TypeError, match="build has no option 'chunk'"):
         load("1f1b", ranks=2, microbatches=2, chunk=2)
 
 
@@ -201,7 +229,7 @@ def test_parts_that_run_over_a_whole_micro_batch(tmp_path, sizes):
     ops = [f"0F{i},0B{i}" for i in range(len(shares))]
     path = tmp_path / "parts.csv"
     path.write_text(f"# sizes {sizes}\n{','.join(ops)}\n")
-    with pytest.raises(ScheduleError, match="the parts of a whole are consecutive and add up to 1"):
+    with pytest.raises(ScheduleError, match="sizes of consecutive micro-batches must add up to 1"):
         load(str(path), ranks=1, microbatches=int(sum(shares)))
 
 

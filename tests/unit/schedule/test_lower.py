@@ -13,9 +13,9 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.lower import channel_rounds, lower
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
 from megapipe.schedule.program import Action, ActionKind
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import accepted, all_small, alter, of, schedules
-from tests.unit.schedule.token_game import run_programs
+from tests.unit.schedule.schedule_referee import run_programs
 
 F, B, I, R = Kind.F, Kind.B, Kind.I, Kind.R  # noqa: E741
 COMPUTE, SEND, RECV = ActionKind.COMPUTE, ActionKind.SEND, ActionKind.RECV
@@ -36,7 +36,7 @@ def check(schedule, seed):
 
 
 def check_blocks(actions, ops):
-    """Receives as late as can be, sends at once, nothing between joined operations."""
+    """Assert late receives, sends at once, and nothing between joined operations."""
     rest = list(actions)
     while ops:
         group, ops = (ops[:2], ops[2:]) if ops[0].joined else (ops[:1], ops[1:])

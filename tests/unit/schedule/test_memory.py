@@ -58,12 +58,12 @@ def test_weighted_peaks_of_the_zero_bubble_paper():
 
 
 def test_the_freed_share_is_a_share():
-    with pytest.raises(ScheduleError, match="the share freed by I is from 0 to 1, not 3/2"):
+    with pytest.raises(ScheduleError, match="the share freed by I must be from 0 to 1, not 3/2"):
         peak_weighted(of("0F0 0B0"), Fraction(3, 2))
 
 
 def most_alive(schedule, rank, freed):
-    """Over all operations of a rank, what is alive during it: an interval per activation."""
+    """Return the most that is alive during any operation of a rank: an interval per activation."""
     ops = schedule.rank_ops(rank)
     where = {op._replace(joined=False): index for index, op in enumerate(ops)}
     most = Fraction(0)

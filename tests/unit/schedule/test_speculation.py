@@ -11,12 +11,12 @@ from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, ActionKind
 from megapipe.schedule.speculation import arriving, cut, speculation
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of, schedules
 
 
 def inputs(op: Op) -> list[tuple[int, int, int]]:
-    """The forwards that a forward needs: (stage, micro-batch, slice)."""
+    """Return the forwards that a forward needs: (stage, micro-batch, slice)."""
     before = [(op.stage - 1, op.microbatch, op.slice)] if op.stage else []
     return before + [(op.stage, op.microbatch, op.slice - 1)] * (op.slice > 0)
 
@@ -41,8 +41,8 @@ def check(schedule: Schedule) -> None:
 
 
 def check_messages(schedule: Schedule, counts: tuple[int, ...]) -> None:
-    """The prefixes' actions run to their ends by themselves; what is then left in the channels is
-    what the ranks expect to arrive and have not taken."""
+    """Assert that the prefixes' actions run to their ends by themselves, and that the channels then
+    hold what the ranks expect to arrive and have not taken."""
     prefixes: list[deque[Action]] = []
     programs = with_zero_actions(lower(schedule), schedule, ReplicaPolicy(2, 1, chunked_loss=True))
     for whole, count in zip(programs, counts, strict=True):

@@ -137,7 +137,7 @@ def test_there_and_back(schedule):
         ("0F0,(0F1;0X0)OVERLAP_F_B\n", r"line 1, cell 2: '0X0' is not an operation"),
         (
             "0F0,0B0\n0F1,0B1\n0B0\n",
-            r"0B0 is in row 3, but stage 0 of micro-batch 0 began in row 1",
+            r"0B0 is in row 3, but row 1 has stage 0 of micro-batch 0 already",
         ),
         ("0F0,0B0\n2F0,2B0\n", r"1F0 is missing: stages go up to 2, micro-batches up to 0"),
         ("0F0,0B0,0F2,0B2\n", r"0F1 is missing: stages go up to 0, micro-batches up to 2"),

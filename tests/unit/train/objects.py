@@ -29,7 +29,12 @@ def settings(folder: Path) -> dict[str, Any]:
     return {
         "run": {"folder": str(folder)},
         "parallel.pp": 2,
-        "pipeline": {"channels": "in_process"},
-        "optimizer": {"lr": 0.1, "warmup_steps": None, "schedule": "constant", "clip": None},
+        "pipeline": {"transport": "in_process"},
+        "optimizer": {
+            "lr": 0.1,
+            "warmup_steps": None,
+            "schedule": "constant",
+            "max_grad_norm": None,
+        },
         "train": {"steps": 4, "sequence_length": 8, "global_batch": 4, "microbatch": 1},
     }

@@ -16,7 +16,7 @@ import pytest
 
 from megapipe.data.build import HeldOutBatches
 from megapipe.errors import StorageError
-from megapipe.observe import samples
+from megapipe.observe import sample_log
 from megapipe.observe.record import ValidationRecord
 from megapipe.observe.summary import read_summary
 from megapipe.train.callbacks import Callback, Run, schedule_auto, timelines
@@ -27,11 +27,11 @@ from megapipe.train.callbacks.schedule_auto import ScheduleAuto
 from megapipe.train.callbacks.timelines import Timelines
 from megapipe.train.callbacks.validation import Validation
 from megapipe.train.step.evaluation import ValidationResult
-from tests.unit.train.standing_run import STEPS, asked, keeps, reported, result, standing_run, turn
+from tests.unit.train.stub_run import STEPS, asked, keeps, reported, result, standing_run, turn
 
 
 def test_a_step_is_reported_with_its_speed_and_the_time_that_is_left(tmp_path: Path) -> None:
-    run = standing_run(tmp_path, settings={"log": {"peak_tflops": 1e-6}})
+    run = standing_run(tmp_path, settings={"plan": {"peak_tflops": 1e-6}})
     reports = Reports(skipped=0, entropy=3.0)
     reports.begin(run)
     reports.after_step(run, turn(5, results=[]))
@@ -46,7 +46,7 @@ def test_a_step_is_reported_with_its_speed_and_the_time_that_is_left(tmp_path: P
     assert (first.memory_gib, second.memory_gib) == (None, 1.5)
     assert first.eta_seconds == 4.0 * 5
     assert second.eta_seconds == pytest.approx((0.9 * 4.0 + 0.1 * 2.0) * 4)
-    assert (first.loss_scale, first.skipped) == (None, None)
+    assert (first.loss_scale, first.skipped_steps) == (None, None)
     assert reported(run).notes == []
 
 
@@ -61,7 +61,7 @@ def test_steps_without_an_update_are_counted_and_told(tmp_path: Path) -> None:
     wrong = result(6, grad_norm=math.inf, loss_scale=1024.0, skipped="why")
     results = [result(5, loss_scale=512.0), wrong, replace(wrong, step=6)]
     Reports(skipped=2, entropy=3.0).after_step(run, turn(7, results=results))
-    assert [record.skipped for record in reported(run).steps] == [2, 3, 4]
+    assert [record.skipped_steps for record in reported(run).steps] == [2, 3, 4]
     assert [record.loss_scale for record in reported(run).steps] == [512.0, 1024.0, 1024.0]
     assert reported(run).notes == ["step 6 is skipped: why", "step 7 is skipped: why"]
 
@@ -91,7 +91,7 @@ def test_the_summary_has_the_first_and_the_last_loss(tmp_path: Path) -> None:
 def test_a_summary_that_cannot_be_written_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a disk that is full: all else is saved, and the run is done."""
+    """On a full disk all else is saved, and the run is done."""
     run = standing_run(tmp_path)
     reports = Reports(skipped=0, entropy=None)
     reports.begin(run)
@@ -156,9 +156,7 @@ def test_without_a_flush_steps_beside_the_named_one_are_recorded_too(tmp_path: P
     ]
     assert recorded.call_args_list == [mock.call(5, ["record"]), mock.call(8, ["record"])]
     Timelines().after_step(run, turn(8))
-    assert reported(run).notes[-1] == (
-        "no timeline of step 6: the pipeline was filled anew behind it"
-    )
+    assert reported(run).notes[-1] == ("no timeline of step 6: the pipeline was flushed after it")
 
 
 def test_a_timeline_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -187,7 +185,7 @@ def test_a_profile_is_made_of_the_steps_that_are_named(broken: bool, tmp_path: P
     (note,) = reported(run).notes
     folder = tmp_path / "profile/step_000002"
     if broken:
-        assert note.startswith("no whole profile of step 2: rank 0: ")
+        assert note.startswith("no complete profile of step 2: rank 0: ")
     else:
         assert note.startswith(f"profile of step 2: a trace per rank in {folder};")
         assert [path.name for path in folder.iterdir()] == ["rank_0000.json.gz"]
@@ -221,7 +219,7 @@ def test_the_search_for_a_schedule_is_told_of_steps_and_records_them(tmp_path: P
 
 
 class Heard(Callback):
-    """What is told of validations, and before which steps' checkpoints."""
+    """A callback that records validations, and the steps of checkpoints before their saves."""
 
     def __init__(self) -> None:
         self.validations: list[ValidationRecord] = []
@@ -249,7 +247,7 @@ def validating(
     calls: list[Any] = []
 
     def evaluate(rows: Any, samples: int, *, stop: Any) -> ValidationResult:
-        calls.append((rows, samples, stop()))
+        calls.append((rows, sample_log, stop()))
         return found
 
     settings = {"train": {"validate_every": 4, "validation_samples": most}}
@@ -277,7 +275,7 @@ def test_a_run_is_validated_when_due_on_no_more_samples_than_asked(
     assert calls == []
     step = turn(4, validate=True)
     validation.after_step(run, step)
-    assert calls == [("rows", samples, False)]
+    assert calls == [("rows", sample_log, False)]
     (record,) = heard(run).validations
     assert (record.step, record.steps, record.loss) == (4, STEPS, 2.5)
     assert 0 <= record.seconds < 5
@@ -309,8 +307,8 @@ def test_samples_that_cannot_be_written_are_one_line(
     run = standing_run(tmp_path, samples_read=[1, 2])
     log.begin(run)
     log.after_step(run, turn(5))
-    assert samples.read_samples(tmp_path).steps[5][0].number == 1
+    assert sample_log.read_samples(tmp_path).steps[5][0].number == 1
     monkeypatch.setattr(log._writer, "_file", File())
-    words = f"log.samples: cannot write to {tmp_path}: No space left on device"
+    words = f"log.sample_ids: cannot write to {tmp_path}: No space left on device"
     with pytest.raises(StorageError, match=words):
         log.after_step(run, turn(6))

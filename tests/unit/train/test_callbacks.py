@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe import generate
 from megapipe.errors import CallbackError, ConfigError, DataError
 from megapipe.observe.record import ValidationRecord
-from megapipe.train.callbacks import Callback, Run, Step, Wishes
-from megapipe.train.callbacks.several import CallbackList, check_callbacks
-from tests.unit.train.standing_run import standing_run
+from megapipe.train import callbacks
+from megapipe.train.callbacks import Callback, RankRequests, Run, Step
+from megapipe.train.callbacks.callback_list import CallbackList, check_callbacks
+from megapipe.train.update import StepResult
+from tests.unit.train.stub_run import standing_run
 
 HOOKS: dict[str, tuple[Any, ...]] = {
     "begin": (),
     "before_step": (Step(5, last=False),),
-    "wishes": (),
+    "requests": (),
     "after_step": (Step(5, last=False),),
     "after_validation": (ValidationRecord(5, 10, 2.0, 1.0),),
     "before_save": (5,),
@@ -27,16 +30,18 @@ HOOKS: dict[str, tuple[Any, ...]] = {
     "close": (),
 }
 """All hooks, and what they are given besides the run."""
-NONE = Wishes()
+NONE = RankRequests()
 
 
-def noting(name: str, seen: list[tuple[Any, ...]], wishes: Wishes | None = NONE) -> Callback:
-    """A callback that notes what it is called with."""
+def noting(
+    name: str, seen: list[tuple[Any, ...]], requests: RankRequests | None = NONE
+) -> Callback:
+    """Make a callback that notes what it is called with."""
 
     def note(hook: str) -> Any:
-        def called(self: Callback, run: Run, *given: Any) -> Wishes | None:
+        def called(self: Callback, run: Run, *given: Any) -> RankRequests | None:
             seen.append((name, hook, *given))
-            return wishes if hook == "wishes" else None
+            return requests if hook == "requests" else None
 
         return called
 
@@ -57,7 +62,7 @@ def test_there_is_no_other_hook_and_none_has_to_be_written(tmp_path: Path) -> No
     assert public == {*HOOKS, "who"}
     run = standing_run(tmp_path)
     answers = {hook: getattr(Callback(), hook)(run, *given) for hook, given in HOOKS.items()}
-    assert answers.pop("wishes") == Wishes(stop=False, save=False)
+    assert answers.pop("requests") == RankRequests(stop=False, save=False)
     assert set(answers.values()) == {None}
 
 
@@ -77,7 +82,7 @@ def test_the_user_s_come_between_ours_and_are_closed_in_the_other_order(
 def test_what_one_wishes_is_wished_and_who_stops_is_told(tmp_path: Path) -> None:
     run = standing_run(tmp_path)
     quiet, saver, stopper = (
-        noting(name, [], Wishes(stop, save))
+        noting(name, [], RankRequests(stop, save))
         for name, stop, save in (
             ("Quiet", False, False),
             ("Saver", False, True),
@@ -85,13 +90,13 @@ def test_what_one_wishes_is_wished_and_who_stops_is_told(tmp_path: Path) -> None
         )
     )
     for ours, user, wished, who in (
-        ([], [quiet], Wishes(), "a signal"),
-        ([saver], [quiet], Wishes(save=True), "a signal"),
-        ([saver], [quiet, stopper], Wishes(True, True), "callback Stopper"),
-        ([], [], Wishes(), "a signal"),
+        ([], [quiet], RankRequests(), "a signal"),
+        ([saver], [quiet], RankRequests(save=True), "a signal"),
+        ([saver], [quiet, stopper], RankRequests(True, True), "callback Stopper"),
+        ([], [], RankRequests(), "a signal"),
     ):
         several = CallbackList(ours, user, [])
-        assert several.wishes(run) == wished
+        assert several.requests(run) == wished
         assert several.stopper(run) == who
 
 
@@ -110,9 +115,11 @@ def test_an_error_of_the_user_s_is_a_line_with_the_place(hook: str, tmp_path: Pa
 
 
 def test_a_wish_that_is_none_is_told(tmp_path: Path) -> None:
-    forgetful = noting("Forgetful", [], wishes=None)
-    with pytest.raises(CallbackError, match="callback Forgetful, wishes on rank 0: AttributeError"):
-        CallbackList([], [forgetful], []).wishes(standing_run(tmp_path))
+    forgetful = noting("Forgetful", [], requests=None)
+    with pytest.raises(
+        CallbackError, match="callback Forgetful, requests on rank 0: AttributeError"
+    ):
+        CallbackList([], [forgetful], []).requests(standing_run(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -163,5 +170,22 @@ def test_a_class_or_a_function_is_no_callback() -> None:
 
 def test_a_request_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     standing_run(tmp_path).check_settled()
-    with pytest.raises(CallbackError, match="too late: expected in before_step"):
+    with pytest.raises(CallbackError, match="too late: set it in before_step"):
         standing_run(tmp_path, settled=False).check_settled()
+
+
+def test_the_old_names_of_requests_are_taken_for_one_release_more(tmp_path: Path) -> None:
+    class Old(Callback):
+        def wishes(self, run: Run) -> RankRequests:
+            return RankRequests(stop=True)
+
+    with pytest.warns(FutureWarning, match="Old.wishes: the hook is called requests"):
+        assert CallbackList([], [Old()], []).requests(standing_run(tmp_path)).stop
+    with pytest.warns(FutureWarning, match="Wishes is called RankRequests"):
+        assert callbacks.Wishes is RankRequests
+    with pytest.raises(AttributeError, match="has no attribute 'Wish'"):
+        _ = callbacks.Wish
+    with pytest.warns(FutureWarning, match="StepResult.wishes is called requests"):
+        assert StepResult(0, 1.0, 1.0, 0.1, 8).wishes == RankRequests()
+    with pytest.warns(FutureWarning, match="Piece is called TokenOutput"):
+        assert generate.Piece is generate.TokenOutput

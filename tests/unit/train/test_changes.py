@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from megapipe.cli import flatten, parse
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
+from megapipe.config.old_names import stored_with_new_names
 from megapipe.config.section import OnResume, rules_of
 from megapipe.errors import CheckpointError
 from megapipe.train.corpus import change_of_corpus
@@ -24,10 +26,21 @@ from megapipe.train.resume.changes import (
 )
 
 CORPUS = Change("corpus", "a", "b", OnResume.ORDER)
+MUON = {
+    "optimizer.rule": "muon",
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.eps": 1e-8,
+    "optimizer.momentum": 0.9,
+    "optimizer.nesterov": True,
+    "optimizer.muon_adjust": "match_rms_adamw",
+    "optimizer.adamw_lr_scale": 1.0,
+}
+"""Keys of a checkpoint of version 0.1, which had no optimizer.muon_split."""
 
 
 def checkpoint(**stored: Any) -> Any:
-    """Of a run with the defaults but for ``section__key`` values."""
+    """Make the checkpoint of a run with the defaults but for ``section__key`` values."""
     given = {key.replace("__", "."): value for key, value in stored.items()}
     manifest = SimpleNamespace(config={**flatten(Config()), **given})
     return SimpleNamespace(path=Path("runs/x/step-1"), manifest=manifest)
@@ -47,24 +60,39 @@ def test_every_key_of_the_data_has_a_class_of_its_own() -> None:
 
 def test_how_and_where_is_harmless() -> None:
     harmless = ["parallel.pp=2", "log.every=7", "pipeline.schedule=zb_h1", "data.source=moved.txt"]
-    harmless += ["context.ulysses=2", "context.plan=all_gather", "context.order=striped"]
+    harmless += [
+        "context.ulysses=2",
+        "context.algorithm=all_gather",
+        "context.position_split=striped",
+    ]
     assert told(*harmless, "train.microbatch=1", "optimizer.zero=3", "train.stop_after=5") == []
 
 
 def test_settings_of_experts_that_change_the_result_are_told() -> None:
-    changed = ["experts.codec=int8", "experts.topology=[8,2]", "model.moe.experts=4"]
-    harmless = ["experts.dispatch=fetch", "experts.chunks=3", "experts.node=4"]
-    stored = checkpoint(model__moe__experts=4)
+    changed = [
+        "experts.wire_dtype=int8",
+        "experts.link_bandwidths=[8,2]",
+        "model.moe.num_experts=4",
+    ]
+    harmless = ["experts.dispatch=fetch", "experts.overlap_chunks=3", "experts.ranks_per_node=4"]
+    stored = checkpoint(model__moe__num_experts=4)
     found = check(stored, parse([*changed, *harmless]).config, own=True, corpus=None)
     lines = [str(change) for change in found.to_report]
-    assert [line.partition(" was ")[0] for line in lines] == ["experts.codec", "experts.topology"]
-    assert lines[0] == "experts.codec was none and is int8"
+    assert [line.partition(" was ")[0] for line in lines] == [
+        "experts.wire_dtype",
+        "experts.link_bandwidths",
+    ]
+    assert lines[0] == "experts.wire_dtype was none and is int8"
 
 
 @pytest.mark.parametrize(
     ("topology", "scope", "listed"),
     [
-        ([8.0, 4.0, 1.0], "sequence", ["parallel.ep", "experts.node", "train.microbatch"]),
+        (
+            [8.0, 4.0, 1.0],
+            "sequence",
+            ["parallel.ep", "experts.ranks_per_node", "train.microbatch"],
+        ),
         ([8.0, 1.0], "sequence", ["parallel.ep", "train.microbatch"]),
         (None, "microbatch", ["train.microbatch"]),
         (None, "sequence", []),
@@ -73,11 +101,18 @@ def test_settings_of_experts_that_change_the_result_are_told() -> None:
 def test_what_a_balance_term_goes_by_is_told(
     topology: list[float] | None, scope: str, listed: list[str]
 ) -> None:
-    """Ranks, nodes and micro-batches, where it goes by them."""
-    same = ["model.moe.experts=8", f"model.moe.balance_scope={scope}"]
-    same.append(f"experts.topology={'null' if topology is None else topology}")
+    """They are ranks, nodes and micro-batches, where it depends on them."""
+    same = ["model.moe.num_experts=8", f"model.moe.aux_loss_scope={scope}"]
+    same.append(f"experts.link_bandwidths={'null' if topology is None else topology}")
     before, now = (
-        parse([*same, f"parallel.ep={ep}", f"experts.node={node}", f"train.microbatch={size}"])
+        parse(
+            [
+                *same,
+                f"parallel.ep={ep}",
+                f"experts.ranks_per_node={node}",
+                f"train.microbatch={size}",
+            ]
+        )
         for ep, node, size in ((4, 2, 4), (8, 4, 1))
     )
     stored = checkpoint(**flatten(before.config))
@@ -86,33 +121,40 @@ def test_what_a_balance_term_goes_by_is_told(
 
 
 def test_biases_may_move_at_another_rate_and_stay() -> None:
-    """But neither come nor go."""
-    stored = checkpoint(model__moe__experts=4, model__moe__bias_rate=0.001)
+    """They may not come or go."""
+    stored = checkpoint(model__moe__num_experts=4, model__moe__bias_update_rate=0.001)
     for rate in (0.0, 0.01):
-        given = ["model.moe.experts=4", f"model.moe.bias_rate={rate}"]
+        given = ["model.moe.num_experts=4", f"model.moe.bias_update_rate={rate}"]
         (line,) = check(stored, parse(given).config, own=True, corpus=None).to_report
-        assert str(line) == f"model.moe.bias_rate was 0.001 and is {rate}"
-    with pytest.raises(CheckpointError, match=r"model\.moe\.bias_rate was 0.001 and is null"):
-        check(stored, parse(["model.moe.experts=4"]).config, own=True, corpus=None)
+        assert str(line) == f"model.moe.bias_update_rate was 0.001 and is {rate}"
+    with pytest.raises(
+        CheckpointError, match=r"model\.moe\.bias_update_rate was 0.001 and is null"
+    ):
+        check(stored, parse(["model.moe.num_experts=4"]).config, own=True, corpus=None)
 
 
 def test_experts_of_each_layer_stay_as_they_are() -> None:
-    stored = checkpoint(model__moe__experts="[4, 8, 8, 8]")
-    other, one = (parse([f"model.moe.experts={n}"]).config for n in ("[4,8,8,4]", "8"))
-    with pytest.raises(CheckpointError, match=r"experts was '.4, 8, 8, 8.' and is '.4, 8, 8, 4.'"):
+    stored = checkpoint(model__moe__num_experts="[4, 8, 8, 8]")
+    other, one = (parse([f"model.moe.num_experts={n}"]).config for n in ("[4,8,8,4]", "8"))
+    with pytest.raises(
+        CheckpointError, match=r"num_experts was '.4, 8, 8, 8.' and is '.4, 8, 8, 4.'"
+    ):
         check(stored, other, own=True, corpus=None)
-    with pytest.raises(CheckpointError, match=r"moe.experts is 8, there '.4, 8, 8, 8.'"):
+    with pytest.raises(CheckpointError, match=r"moe.num_experts is 8, stored is '.4, 8, 8, 8.'"):
         check_weights(Path("x"), stored.manifest.config, one)
 
 
 def test_how_training_goes_on_is_listed() -> None:
     assert told(
-        "optimizer.lr=0.001", "optimizer.clip=null", "model.dropout=0.25", "model.dtype=bf16"
+        "optimizer.lr=0.001",
+        "optimizer.max_grad_norm=null",
+        "model.dropout=0.25",
+        "model.dtype=bf16",
     ) == [
         "model.dropout was 0.0 and is 0.25",
         "model.dtype was fp32 and is bf16",
         "optimizer.lr was 0.0003 and is 0.001",
-        "optimizer.clip was 1.0 and is null",
+        "optimizer.max_grad_norm was 1.0 and is null",
     ]
     assert told("train.global_batch=64", "train.steps=500") == [
         "train.steps was 300 and is 500",
@@ -124,13 +166,13 @@ ANOTHER_RUN = [
     "run.seed=7",
     "train.sequence_length=128",
     "data.document_mask=true",
-    "data.mask_document_ends=true",
-    "data.reset_positions=true",
-    "data.samples=packed",
+    "data.eod_mask_loss=true",
+    "data.reset_position_ids=true",
+    "data.sample_format=packed",
     "data.fim_rate=0.5",
     "data.fim_spm_rate=1.0",
     "data.fim_tokens=[a, b, c]",
-    "train.loss=my_loss:loss",
+    "train.loss_function=my_loss:loss",
 ]
 
 
@@ -164,9 +206,9 @@ def test_another_corpus() -> None:
 
 def test_keys_that_may_have_made_it_another_corpus_are_named_with_it() -> None:
     """They are harmless where it comes out the same."""
-    read = ["data.train_on=last", "data.validation_fraction=0.5", "data.cache=elsewhere"]
+    read = ["data.loss_turns=last", "data.validation_fraction=0.5", "data.cache=elsewhere"]
     assert told(*read) == []
-    why = "data.validation_fraction was 0.02 and is 0.5, data.train_on was all and is last"
+    why = "data.validation_fraction was 0.02 and is 0.5, data.loss_turns was all and is last"
     with pytest.raises(CheckpointError, match=rf"corpus was a and is b \({why}\); change back"):
         told(*read, corpus=CORPUS)
 
@@ -183,7 +225,7 @@ def test_another_mixture_goes_on_unless_its_order_is_made_for_all_of_the_run() -
         ]
 
     stored = flatten(parse(mixed(("a", "x", 1.0), ("b", "y", 2.0))).config)["data.mixture"]
-    before = checkpoint(data__mixture=stored, data__samples="megatron")
+    before = checkpoint(data__mixture=stored, data__sample_format="megatron")
     for now, refused in (
         (mixed(("a", "x", 1.0), ("b", "y", 3.0)), "data.mixture was"),
         (mixed(("b", "y", 2.0), ("a", "x", 1.0)), "data.mixture was"),
@@ -193,13 +235,13 @@ def test_another_mixture_goes_on_unless_its_order_is_made_for_all_of_the_run() -
         ),
         (mixed(("a", "moved", 1.0), ("b", "y", 2.0)), None),
     ):
-        config = parse([*now, "data.samples=megatron"]).config
+        config = parse([*now, "data.sample_format=megatron"]).config
         if refused is None:
             assert not check(before, config, own=True, corpus=None).data_anew
             continue
         with pytest.raises(CheckpointError, match=f"another run: {refused}"):
             check(before, config, own=True, corpus=None)
-        allowed = parse([*now, "data.samples=megatron", "run.resume_changes=allow"]).config
+        allowed = parse([*now, "data.sample_format=megatron", "run.resume_changes=allow"]).config
         assert check(before, allowed, own=True, corpus=None).data_anew
         goes_on = check(checkpoint(data__mixture=stored), parse(now).config, own=True, corpus=None)
         assert len(goes_on.to_report) == 1
@@ -207,7 +249,7 @@ def test_another_mixture_goes_on_unless_its_order_is_made_for_all_of_the_run() -
 
 
 def test_another_tokenizer_of_a_token_file_is_refused() -> None:
-    """Its ids stay what they are; the mark of documents' ends may not."""
+    """Ids in the file stay what they are; the mark of documents' ends may not."""
     config: Any = {"data.tokenizer": "old", "data.source": "t", "data.mixture": "{}"}
     digests = {"corpus": "c", "content": "d" * 64, "tokenizer": "e" * 64}
     before: Any = SimpleNamespace(manifest=SimpleNamespace(config=config, digests=digests))
@@ -253,17 +295,26 @@ def test_where_samples_are_others_the_data_begin_anew(override: str, anew: bool)
 
 def test_the_update_rule_is_never_another() -> None:
     config = parse(["optimizer.rule=muon", "run.resume_changes=allow"]).config
-    with pytest.raises(CheckpointError, match=r"optimizer.rule=adamw, the configuration has muon"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer.rule=adamw, but the configuration has muon"
+    ):
         check(checkpoint(), config, own=False, corpus=None)
 
 
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default() -> None:
-    manifest = {key: value for key, value in flatten(Config()).items() if key != "optimizer.clip"}
+    manifest = {
+        key: value for key, value in flatten(Config()).items() if key != "optimizer.max_grad_norm"
+    }
     assert compare(manifest, Config()) == []
     muon = parse(["optimizer.rule=muon"]).config
-    before = {"optimizer.rule": "muon"}  # of version 0.1, which had no optimizer.muon_split
-    (change,) = (each for each in compare(before, muon) if each.key == "optimizer.muon_split")
-    assert (change.stored, change.now) == ("none", "projections")
-    assert "optimizer.muon_split" not in {each.key for each in compare({}, Config())}
-    found = compare(manifest, parse(["optimizer.clip=null"]).config)
-    assert found == [Change("optimizer.clip", 1.0, None)]
+    before = stored_with_new_names(MUON)
+    (change,) = (each for each in compare(before, muon) if each.key == "optimizer.options")
+    stored, now = json.loads(change.stored), json.loads(change.now)
+    assert stored.keys() == now.keys()
+    changed = {key for key, value in now.items() if stored[key] != value}
+    assert {key: (stored[key], now[key]) for key in changed} == {
+        "split_qkv": ("none", "projections")
+    }
+    assert "optimizer.options" not in {each.key for each in compare({}, Config())}
+    found = compare(manifest, parse(["optimizer.max_grad_norm=null"]).config)
+    assert found == [Change("optimizer.max_grad_norm", 1.0, None)]

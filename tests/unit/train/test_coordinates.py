@@ -18,7 +18,7 @@ def stored(folder: Path, **given: Any) -> Checkpoint:
 
 
 def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
-    """As in a checkpoint of an older version; what a newer one says besides is passed over."""
+    """A checkpoint of an older version lacks it; what a newer one says besides is ignored."""
     found = ResumePoint.of(stored(tmp_path, samples=24, later={"a": [1]}))
     assert (found.updates, found.samples, found.lr) == (3, 24, 0.0)
     assert (found.order, found.threads) == ("", 0)

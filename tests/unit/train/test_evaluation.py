@@ -55,7 +55,7 @@ class Evaluated:
 
 @pytest.mark.parametrize("value", [True, 2, 5])
 def test_every_sample_counts_once_and_none_beyond_the_last(value: Any) -> None:
-    """Also where the mask says of which source a token is."""
+    """So it is where the mask says of which source a token is."""
     given = Evaluated(value)
     found = given.evaluate(lambda: False)
     assert given.seen == list(range(301))

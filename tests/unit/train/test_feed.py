@@ -26,7 +26,7 @@ from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement, loop
 from megapipe.train.feed import Feed, WorkItem, work_items
-from megapipe.util.left_out import SkippedSamples
+from megapipe.util.skipped_samples import SkippedSamples
 
 HALF = Fraction(1, 2)
 ROWS, LENGTH, SEED = 4, 6, 11
@@ -67,7 +67,7 @@ def fetch(
     elsewhere: int = 0,
     first: int = 0,
 ) -> tuple[dict[Key, MicroBatch], int, list[list[int]]]:
-    """The micro-batches of a process, the tokens of all, and which samples it has asked for."""
+    """Fetch a process's micro-batches; return them, all ranks' token count, samples asked for."""
     config = Config(train=TrainConfig(microbatch=ROWS), run=RunConfig(seed=SEED))
     layout: Any = SimpleNamespace(dp=dp, cp=1, split=PositionSplit(), slice_lengths=slice_lengths)
     mesh: Any = FakeMesh(Axis(dp, index, tuple(range(dp)), None), elsewhere)
@@ -246,7 +246,7 @@ def new_feed(**data: Any) -> Feed:
 
 
 def test_what_comes_next_is_read_in_another_thread() -> None:
-    """Once, and what is asked for in between is read besides."""
+    """It is read once, and what is asked for in between is read besides."""
     threads: dict[int, list[str]] = {}
     source = Source()
 
@@ -289,10 +289,10 @@ def test_one_thread_reads_for_all_steps_and_ends_with_the_feed() -> None:
 
 def test_samples_that_are_left_out_are_passed_over_also_ahead() -> None:
     source, schedule, feed = Source(), gpipe_on(loop(1), 1), new_feed()
-    left_out = SkippedSamples.of([(2, 5), (9, 10)])
+    skipped_samples = SkippedSamples.of([(2, 5), (9, 10)])
     feed.read_ahead(schedule, source, 4)
-    feed.read_ahead(schedule, source, 4, left_out)
-    ((_, mb),) = feed.fetch(schedule, source, 1, 4, left_out=left_out)[0].items()
+    feed.read_ahead(schedule, source, 4, skipped_samples)
+    ((_, mb),) = feed.fetch(schedule, source, 1, 4, skipped_samples=skipped_samples)[0].items()
     assert feed.samples_read == [7, 8, 10, 11]
     assert mb.tokens is not None
     assert mb.tokens.equal(source([7, 8, 10, 11])[0])
@@ -319,7 +319,7 @@ def test_code_of_the_users_is_called_by_one_thread(data: dict[str, Any]) -> None
 
 
 def test_tokens_and_losses_of_a_mixture() -> None:
-    """Of sources 0 and 2 of 3; a set that is validated on is not divided by sources."""
+    """The step has sources 0 and 2 of 3; a set to validate on is not divided by sources."""
 
     def mixed(indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         tokens, labels, mask = Source()(indices)
@@ -345,15 +345,15 @@ def test_tokens_and_losses_of_a_mixture() -> None:
 
 @pytest.mark.parametrize("lengths", [(LENGTH,), (4, 2)])
 def test_pieces_of_rows_have_the_documents_of_their_rows(lengths: tuple[int, ...]) -> None:
-    """With those of earlier slices. The first row is one document, and others change at each
-    position, where learned positions begin anew."""
+    """A slice has the documents of earlier slices, too. The first row is one document, and others
+    change at each position, where learned positions begin anew."""
     ids = torch.arange(ROWS).unsqueeze(1) * torch.arange(LENGTH)
     expected = torch.arange(LENGTH) * (torch.arange(ROWS) == 0).unsqueeze(1)
 
     def packed(indices: Sequence[int]) -> Samples:
         return Samples(*Source()(indices), ids)
 
-    feed = new_feed(document_mask=True, reset_positions=True)
+    feed = new_feed(document_mask=True, reset_position_ids=True)
     layout: Any = feed.layout
     feed.document_end, layout.slice_lengths = 0, lengths
     quarter, slices = Fraction(1, 4), len(lengths)
@@ -369,7 +369,7 @@ def test_pieces_of_rows_have_the_documents_of_their_rows(lengths: tuple[int, ...
 
 
 def test_positions_begin_anew_in_each_document() -> None:
-    """Of what is packed, and of tokens whose end mark is 5; for learned positions alone."""
+    """Documents are packed, or end with token 5; for learned positions alone."""
 
     def packed(indices: Sequence[int]) -> Samples:
         documents = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(len(indices), -1)
@@ -381,7 +381,7 @@ def test_positions_begin_anew_in_each_document() -> None:
 
     schedule = gpipe_on(loop(1), 1, slices=2)
     for rows, expected in ((packed, [0, 1, 0, 1, 2, 0]), (marked, [0, 1, 0, 0, 1, 2])):
-        feed = new_feed(document_mask=True, reset_positions=True)
+        feed = new_feed(document_mask=True, reset_position_ids=True)
         layout: Any = feed.layout
         feed.document_end, layout.slice_lengths = 5, (4, 2)
         result, _ = feed.fetch(schedule, rows, 0, 0)

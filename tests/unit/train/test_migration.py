@@ -12,18 +12,18 @@ import pytest
 from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe.owners import ExpertOwners
 from megapipe.train.moe import migration
-from megapipe.train.moe.expert_maps import ExpertRebalancer
+from megapipe.train.moe.expert_rebalancing import ExpertRebalancer
 from megapipe.train.moe.migration import Migration, OwnerChoice
 
 SKEWED = [8.0, 8.0, 1.0, 0.0, *(9, 9, 1, 1), 8.0, 9.0, 1.0, 2.0, *(3, 3, 3, 3)]
 """Four numbers of each of two layers, and the choices of each of its experts."""
 APART = ExpertMap((0, 1, 0, 1), ((), ()))
-"""With which each rank has 10 rows of the first layer, where one has 18 as a run begins."""
+"""Owners with which each rank has 10 rows of the first layer; initially one has 18."""
 BEGIN = ExpertMap.even(4, 2)
 
 
 class Places:
-    """In the place of a layer's places: the map that it has."""
+    """A stand-in for a layer's expert replicas: the map that it has."""
 
     def __init__(self) -> None:
         self.owners = ExpertOwners(BEGIN, 0)
@@ -37,7 +37,7 @@ Moved = list[dict[ExpertOwners, ExpertMap]]
 
 @pytest.fixture
 def moved() -> Iterator[Moved]:
-    """What optimizers were asked to move, before layers took it over."""
+    """Yield what optimizers were asked to move, before layers took it over."""
     found: Moved = []
 
     def spy(_: object, after: Mapping[ExpertOwners, ExpertMap]) -> None:
@@ -49,7 +49,7 @@ def moved() -> Iterator[Moved]:
 
 
 def of_two_layers(every: int = 1, worth: float = 0.0) -> tuple[Migration, Places]:
-    """On a rank that has the first one."""
+    """Make the migration of two layers on a rank that has the first one."""
     places = Places()
     choice, begin = OwnerChoice([APART], worth), {1: BEGIN, 3: BEGIN}
     given = {1: cast(Any, places)}
@@ -108,11 +108,11 @@ def test_owners_of_another_number_of_ranks_are_left_out(owners: list[int]) -> No
 
 def test_the_pool_of_the_first_rank_counts() -> None:
     """What another one has read is nothing to it; an error of the first is one of all."""
-    told = '{"1": [[{"owners": [0, 1, 0, 1], "copies": [[], []], "slots": 0}], 2.5]}'
+    told = '{"1": [[{"owners": [0, 1, 0, 1], "replicas": [[], []], "slots": 0}], 2.5]}'
     mesh: Any = SimpleNamespace(rank=1, agree=lambda error: error, share=lambda text: told)
     assert migration._shared(cast(Any, None), cast(Any, None), mesh) == {
         1: OwnerChoice([APART], 2.5)
     }
-    mesh.agree = lambda error: "experts.pool=x: No such file"
-    with pytest.raises(migration.ConfigError, match=r"^experts.pool=x: No such file$"):
+    mesh.agree = lambda error: "experts.rebalance_pool=x: No such file"
+    with pytest.raises(migration.ConfigError, match=r"^experts.rebalance_pool=x: No such file$"):
         migration._shared(cast(Any, None), cast(Any, None), mesh)

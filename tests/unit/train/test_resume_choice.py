@@ -19,7 +19,7 @@ META = Meta(run_id="a-run", layout={}, coordinates={}, config={})
 
 
 def saved(root: Path, step: int, dtype: torch.dtype = torch.float32, **values: float) -> Path:
-    """A checkpoint of three entries, the last element of some of which is another."""
+    """Write a checkpoint of three entries; `values` has the last elements of some."""
     pieces = []
     for name in ("model/a", "optimizer.exp_avg/a", "optimizer.exp_avg_sq/a"):
         tensor = torch.ones(3, 5, dtype=dtype)
@@ -30,7 +30,7 @@ def saved(root: Path, step: int, dtype: torch.dtype = torch.float32, **values: f
 
 
 def weights(root: Path, step: int) -> Path:
-    """A checkpoint of weights alone, as for a model of somebody else's."""
+    """Write a checkpoint of weights alone."""
     pieces = [Piece("model/a", (3, 5), whole((3, 5)), torch.ones(3, 5))]
     return save(root, step=step, pieces=pieces, meta=META, group=SingleProcess())
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_states_wherever_weights_alone_are(tmp_path: Path) ->
 
 
 def test_a_copy_in_memory_that_is_newer_than_the_states_is_taken(tmp_path: Path) -> None:
-    """Whatever the step of weights alone."""
+    """The step of weights alone does not matter."""
     root = tmp_path / "checkpoints"
     saved(root, 1)
     weights(root, 9)

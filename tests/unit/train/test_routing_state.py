@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.train.moe.routing_state import RoutingState
-from tests.parity.held_models import HeldWeights
+from tests.parity.in_memory_models import HeldWeights
 
 EXPERTS = {1: 4, 3: 3}
 TOLD = [8.0, 8.0, 1.0, 0.0, *(3, 1, 2, 2), 8.0, 9.0, 1.0, 2.0, *(0, 7, 9)]
@@ -15,13 +15,13 @@ TOLD = [8.0, 8.0, 1.0, 0.0, *(3, 1, 2, 2), 8.0, 9.0, 1.0, 2.0, *(0, 7, 9)]
 
 def test_biases_move_towards_the_mean_of_their_layer() -> None:
     state = RoutingState(EXPERTS, bias_rate=0.5)
-    assert state.largest_bias == 0
+    assert state.max_bias == 0
     state.update(TOLD)
     assert state.biases[1].tolist() == [-0.5, 0.5, 0, 0]
     assert state.biases[3].tolist() == [0.5, -0.5, -0.5]
     state.update(TOLD)
     assert state.biases[1].tolist() == [-1, 1, 0, 0]
-    assert state.largest_bias == 1
+    assert state.max_bias == 1
 
 
 @pytest.mark.parametrize("here", [[], [1], [1, 3]])
@@ -47,7 +47,7 @@ def test_what_moves_ahead_moves_once(here: list[int]) -> None:
 def test_without_a_rate_nothing_moves(rate: float | None) -> None:
     state = RoutingState(EXPERTS, bias_rate=rate)
     state.update(TOLD)
-    assert state.largest_bias == rate
+    assert state.max_bias == rate
     assert len(state.entries()) == (0 if rate is None else 2)
 
 
@@ -60,7 +60,7 @@ def test_choices_of_a_step_are_kept_and_spread_evenly_at_first() -> None:
     state.update(TOLD)
     assert state.counts[1].tolist() == [3, 1, 2, 2]
     assert state.counts[3].tolist() == [0, 7, 9]
-    assert state.largest_bias is None
+    assert state.max_bias is None
     names = ["routing/layers.1.moe.router.counts", "routing/layers.3.moe.router.counts"]
     assert state.entries() == names
     held = HeldWeights({piece.name: piece.tensor.clone() for piece in state.tensors()})

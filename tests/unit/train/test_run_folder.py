@@ -18,7 +18,7 @@ from megapipe.distributed.mesh import ParallelMesh
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.train import run_folder
 from megapipe.util import heartbeat
-from tests.unit.train.standing_run import Mesh
+from tests.unit.train.stub_run import Mesh
 
 pytestmark = pytest.mark.usefixtures("without_git")
 
@@ -73,7 +73,7 @@ def test_what_a_killed_job_has_left_is_taken_over_and_removed(tmp_path: Path) ->
     (half / "00000-0000.safetensors").write_bytes(bytes(100))
     taken = take(tmp_path)
     assert taken.notes == [
-        f"took over {tmp_path} from {killed}, which is gone",
+        f"took over {tmp_path} from {killed}, which has ended",
         f"removed 1 unfinished checkpoint of killed jobs from {tmp_path / 'checkpoints'}",
     ]
     assert [*(tmp_path / "checkpoints").iterdir()] == []

@@ -10,7 +10,7 @@ import pytest
 
 import megapipe
 from megapipe.train.callbacks import Callback, Run, Step
-from megapipe.train.callbacks.saving import Clock
+from megapipe.train.callbacks.checkpointing import Clock
 from tests.unit.train.objects import Counting, layers, settings
 
 pytestmark = pytest.mark.usefixtures("without_git")
@@ -27,7 +27,7 @@ class Collections(Callback):
         self.step = step.number
 
     def note(self, phase: str, info: dict[str, int]) -> None:
-        """Called by Python's collector."""
+        """Note a step of Python's collector, which calls this."""
         if phase == "start" and info["generation"] == 2 and not gc.isenabled():
             self.after.append(self.step)
 
@@ -37,7 +37,7 @@ def test_garbage_is_collected_every_so_many_steps_and_the_clock_counts_minutes(
 ) -> None:
     seen = Collections()
     given = settings(tmp_path) | {
-        "run.collect_every": 3,
+        "run.gc_interval": 3,
         "train.steps": 7,
         "checkpoint.every_minutes": 1.5,
     }

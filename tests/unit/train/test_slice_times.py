@@ -16,7 +16,7 @@ from megapipe.engine.recorder import Recorder
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
-from megapipe.layout.slice_time import CausalFlops, SliceCost
+from megapipe.layout.slice_cost import CausalFlops, SliceCost
 from megapipe.model.gpt.flops import causal_flops
 from megapipe.train import slice_times
 from megapipe.train.slice_times import Slice, fit
@@ -69,8 +69,8 @@ def test_errors_are_relative() -> None:
 
 
 class KnownStage:
-    """Takes the given time on a clock of its own, three of it forward and five backward, once more
-    in every round; at first none."""
+    """A stage that takes the given time on its own clock, three of it forward and five backward,
+    once more in every round; at first none."""
 
     split = 1
 
@@ -129,7 +129,7 @@ def test_every_slice_is_timed_where_it_is(split: int, monkeypatch: pytest.Monkey
     assert times == {own: 3 * 8 * stage.time(*own) for own in times}
     text = slice_times.report(config, layout, mesh)
     assert "slices: 31 of 4 to 64 tokens" in text
-    assert "pipeline.slice_overhead=4.5 pipeline.slice_attention=1.25\n" in text
+    assert "pipeline.options.slice_overhead_tokens=4.5 pipeline.slice_attention_cost=1.25\n" in text
 
 
 def test_uneven_lengths_and_short_sequences() -> None:

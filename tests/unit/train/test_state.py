@@ -15,13 +15,13 @@ from megapipe.checkpoint import Checkpoint, Meta, SingleProcess, save
 from megapipe.checkpoint.stateful import Stateful
 from megapipe.checkpoint.writer import Piece
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.optim.scaler import LossScaler
-from megapipe.train.async_training.streaming import AsyncTraining
-from megapipe.train.judge import AnomalyDetector
-from megapipe.train.moe.expert_maps import ExpertRebalancer
+from megapipe.optim.loss_scaler import LossScaler
+from megapipe.train.anomaly_detection import AnomalyDetector
+from megapipe.train.async_training.async_training import AsyncTraining
+from megapipe.train.moe.expert_rebalancing import ExpertRebalancer
 from megapipe.train.state import RunState
 from megapipe.train.step.data import StepData
-from megapipe.util.left_out import SkippedSamples
+from megapipe.util.skipped_samples import SkippedSamples
 
 MEMBERS: dict[str, type[Stateful]] = {
     each.name: each
@@ -30,14 +30,14 @@ MEMBERS: dict[str, type[Stateful]] = {
 
 
 class Given(Stateful):
-    """Keeps what it is given."""
+    """A member that keeps what it is given."""
 
     def load(self, stored: Any) -> None:
         self.given = stored
 
 
 class Odd(Stateful):
-    """Takes even numbers alone."""
+    """A member that takes only even numbers."""
 
     name = "odd"
     kind = int
@@ -48,7 +48,7 @@ class Odd(Stateful):
 
 
 class Buffers(Stateful):
-    """Has two tensors."""
+    """A member with two tensors."""
 
     name = "own"
 
@@ -60,11 +60,11 @@ class Buffers(Stateful):
 
 
 class HasNothing(Stateful):
-    """Overrides nothing."""
+    """A member that overrides nothing."""
 
 
 def given(name: str) -> Given:
-    """A member of the name and type of one of megapipe's."""
+    """Make a member of the name and type of one of megapipe's."""
     of = MEMBERS[name]
     return type("Given", (Given,), {"name": name, "kind": of.kind})()
 
@@ -83,11 +83,11 @@ def stored(folder: Path, pieces: Iterable[Piece] = (), **coordinates: Any) -> Ch
 @pytest.mark.parametrize(
     ("name", "value", "taken"),
     [
-        ("left_out", [[5, 7], [1, 2]], SkippedSamples(((1, 2), (5, 7)))),
-        ("judged", {"skipped": 2}, {"skipped": 2}),
+        ("skipped_samples", [[5, 7], [1, 2]], SkippedSamples(((1, 2), (5, 7)))),
+        ("anomaly_state", {"skipped": 2}, {"skipped": 2}),
         ("loss_scale", {"scale": 8.0, "good_steps": 3}, {"scale": 8.0, "good_steps": 3.0}),
-        ("owners", {"0": [1, 0]}, {"0": [1, 0]}),
-        ("stream", "stash", "stash"),
+        ("expert_owners", {"0": [1, 0]}, {"0": [1, 0]}),
+        ("async_schedule", "stash", "stash"),
     ],
 )
 def test_a_member_is_given_what_is_its_own(
@@ -101,11 +101,11 @@ def test_a_member_is_given_what_is_its_own(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("left_out", value) for value in (3, [[5, 4]], [[1]], {"a": 1}, None)),
-        *(("judged", value) for value in ([1], "x", None)),
+        *(("skipped_samples", value) for value in (3, [[5, 4]], [[1]], {"a": 1}, None)),
+        *(("anomaly_state", value) for value in ([1], "x", None)),
         *(("loss_scale", value) for value in ([1], {"scale": "x"}, None)),
-        *(("owners", value) for value in ([1], {"0": 1}, {"0": [-1]}, {"0": ["1"]})),
-        ("stream", 1),
+        *(("expert_owners", value) for value in ([1], {"0": 1}, {"0": [-1]}, {"0": ["1"]})),
+        ("async_schedule", 1),
     ],
 )
 def test_another_type_is_one_line(name: str, value: Any, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_value_that_a_member_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 def test_buffers_are_filled_with_those_of_a_checkpoint(tmp_path: Path) -> None:
-    """Of any shape, also where it lies otherwise in memory; what is not there stays."""
+    """They have any shape and order in memory; what the checkpoint lacks stays."""
     saved, loaded = Buffers(), Buffers()
     checkpoint = stored(tmp_path, pieces=saved.tensors())
     assert set(saved.entries()) == set(checkpoint.names()) == {"own/a", "own/b"}
@@ -154,7 +154,7 @@ def test_a_name_is_of_one_member(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_of(Odd()).add(twice)
     assert str(caught.value) == (
-        f"Twice.name='{name}' is the name of another part of a checkpoint: expected one of its own"
+        f"Twice.name='{name}' is the name of another part of a checkpoint: expected a unique name"
     )
 
 

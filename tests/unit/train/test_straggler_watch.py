@@ -17,9 +17,9 @@ from megapipe.schedule.generators.registry import build
 from megapipe.train.callbacks import Run, Step
 from megapipe.train.callbacks.reports import Reports
 from megapipe.train.callbacks.stragglers import SETTLING, StragglerWatch
-from megapipe.train.own_times import ComputeTimes
-from megapipe.watch.own_time import ComputeTime
-from tests.unit.train.standing_run import Mesh, reported, result, standing_run
+from megapipe.train.compute_times import ComputeTimes
+from megapipe.watch.compute_time import ComputeTime
+from tests.unit.train.stub_run import Mesh, reported, result, standing_run
 
 EVERY = 8
 
@@ -108,9 +108,9 @@ class Job:
         """Ranks and scores by the steps that have them."""
         found = {}
         for record in reported(self.run).steps:
-            assert (record.slowest_rank is None) == (record.slowest_score is None)
-            if record.slowest_rank is not None and record.slowest_score is not None:
-                found[record.step] = record.slowest_rank, round(record.slowest_score, 3)
+            assert (record.straggler_rank is None) == (record.straggler_score is None)
+            if record.straggler_rank is not None and record.straggler_score is not None:
+                found[record.step] = record.straggler_rank, round(record.straggler_score, 3)
         return found
 
 
@@ -140,8 +140,8 @@ def test_a_slow_peer_is_named(tmp_path: Path) -> None:
     job.steps(4 * EVERY)
     (note,) = job.notes[2:]
     assert note == (
-        "rank 3 (pp 0, dp 1, cp 0, tp 1; process 3) is no straggler any more: since step 54 it "
-        "computes 1.00 times as long as its peers"
+        "rank 3 (pp 0, dp 1, cp 0, tp 1; process 3) is no longer a straggler: since step 54 "
+        "it computes 1.00 times as long as its peers"
     )
 
 
@@ -150,9 +150,9 @@ def test_metrics_have_the_score(tmp_path: Path) -> None:
     job.mesh.factors = [3.0, 1.0]
     job.steps(SETTLING + EVERY)
     before, last = reported(job.run).steps[-2:]
-    assert last.metrics()["slowest/rank"] == 0
-    assert last.metrics()["slowest/score"] == pytest.approx(3.0)
-    assert "slowest/score" not in before.metrics()
+    assert last.metrics()["straggler/rank"] == 0
+    assert last.metrics()["straggler/score"] == pytest.approx(3.0)
+    assert "straggler/score" not in before.metrics()
 
 
 def test_ranks_of_a_pipeline_are_compared_by_their_work(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_ranks_of_a_pipeline_are_compared_by_their_work(tmp_path: Path) -> None:
     job.steps(SETTLING + 2 * EVERY)
     (note,) = job.notes
     assert "rank 1 (pp 1, dp 0, cp 0, tp 0; process 1) is a straggler" in note
-    assert "times as long as others would for its stages, 400 ms of a step" in note
+    assert "times as long as other ranks would need for its stages, 400 ms of a step" in note
 
 
 def test_steps_that_are_recorded_or_profiled_do_not_count(tmp_path: Path) -> None:

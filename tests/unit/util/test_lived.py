@@ -30,8 +30,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Store:
-    """One whose waits take their time and, the first time, `suspended` seconds more; the keys come
-    after so many waits."""
+    """A store whose waits take their time and, the first time, `suspended` seconds more; the keys
+    come after `comes_after` waits."""
 
     def __init__(self, clock: Clock, suspended: float, comes_after: float) -> None:
         self.clock, self.suspended, self.comes_after = clock, suspended, comes_after

@@ -14,7 +14,7 @@ from megapipe.util.retries import Failed, Operation, ask, unless_absent
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that are told; no wait lasts, but for those for an answer."""
+    """Return the lines that are told; only waits for an answer last."""
     lines: list[str] = []
     monkeypatch.setattr(heartbeat, "print_notice", lines.append)
     monkeypatch.setattr(retries, "sleep", lambda seconds: None)
@@ -22,7 +22,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def failing(times: float, error: Exception) -> Any:
-    """A request that fails so many times; `made` counts them."""
+    """Return a request that fails `times` times; its `made` counts the calls."""
 
     def request() -> str:
         request.made += 1  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def failing(times: float, error: Exception) -> Any:
 
 
 class Refusal(Exception):
-    """What a library raises for an answer of a web server."""
+    """The error that a library raises for an answer of a web server."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"{status}, message='of the server'")
@@ -43,13 +43,13 @@ class Refusal(Exception):
 
 
 class CutShort(Exception):
-    """What aiohttp says of an answer that ends early, with a status of its own."""
+    """The error of aiohttp for an answer that ends early, with a status of its own."""
 
     code = 400
 
 
 class Answer(Exception):
-    """The same as botocore has it."""
+    """The error of an answer, as botocore has it."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"An error occurred ({status})")
@@ -89,7 +89,7 @@ def test_one_that_does_not_pass_ends_within_the_limit(said: list[str]) -> None:
 def test_no_answer_is_told_and_asked_for_again(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "TOLD_S", 0.5)
+    monkeypatch.setattr(retries, "FIRST_LINE_S", 0.5)
     over = threading.Event()
     calls: list[int] = []
 
@@ -167,7 +167,7 @@ def test_a_failure_is_no_absence(said: list[str]) -> None:
 
 
 def test_one_process_of_a_node_tells(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "_says", True)
+    monkeypatch.setattr(retries, "_is_verbose", True)
     retries.be_quiet()
     assert ask("read x", failing(14, Refusal(503))) == "bytes"
     assert said == []

@@ -14,24 +14,24 @@ from megapipe.command_line import print_error
 from megapipe.config import strict_yaml
 from megapipe.config.data import DataConfig
 from megapipe.data.commands import main as prepare_data
-from megapipe.data.prepare.copies import MANIFEST
+from megapipe.data.prepare.remote_cache import MANIFEST
 from megapipe.data.remote import fetched
 from megapipe.errors import ConfigError, DataError
-from megapipe.launch.place import LaunchInfo
+from megapipe.launch.launch_info import LaunchInfo
 from megapipe.launch.rendezvous import open_store
 from megapipe.launch.shutdown import Shutdown
 from megapipe.layout.resolve import resolve
 from megapipe.observe.observer import Observer
+from megapipe.text import without_secrets
 from megapipe.train.main import train
 from megapipe.util.urls import check_url
-from megapipe.words import without_secrets
 from tests.parity.jobs import arguments
 from tests.parity.signed_urls import SECRET, SIGNED, WEB
 
 
 @pytest.fixture
 def web() -> Iterator[type]:
-    """The web server, as fsspec knows it."""
+    """Yield the web server, as fsspec knows it."""
     names: dict[str, type] = {}
     exec(WEB, names)
     yield names["Web"]
@@ -70,7 +70,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("key", [*KEYS, "log.device", "data.cache"])
+@pytest.mark.parametrize("key", [*KEYS, "plan.device", "data.cache"])
 def test_what_is_written_of_a_configuration(key: str) -> None:
     config = parse([f"{key}={SIGNED}"]).config
     written = without_secrets(SIGNED)
@@ -114,9 +114,9 @@ def test_no_traceback_of_a_bug_has_it(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("end", [" b", "ab.", "ab'", "ab)"])
 def test_a_query_that_would_not_be_found_in_a_text_is_refused(end: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.source is a URL whose query cannot be told"):
+    with pytest.raises(ConfigError, match=r"^data\.source is a URL whose end is ambiguous"):
         check_url("data.source", SIGNED + end)
-    with pytest.raises(ConfigError, match=r"^configuration: data\.source is a URL whose query"):
+    with pytest.raises(ConfigError, match=r"^configuration: data\.source is a URL whose end"):
         resolve(parse([f"data.source={SIGNED}{end}"]).config, 1, 257)
     check_url("model.options.a", "see https://example.org/?a and b")
     check_url("data.source", f"{SIGNED}==")
@@ -143,7 +143,7 @@ def test_a_file_is_fetched_by_its_whole_url(tmp_path: Path, web: type) -> None:
     web.versions = {}  # type: ignore[attr-defined]
     assert fetch(SIGNED) != fetch(f"{SIGNED}&b"), "which of them may be is not known"
     assert SECRET not in "".join(map(str, tmp_path.rglob("*")))
-    with pytest.raises(ConfigError, match="a URL as it was written down, without its query"):
+    with pytest.raises(ConfigError, match="this URL was stored without its query"):
         fetch(without_secrets(SIGNED))
 
 

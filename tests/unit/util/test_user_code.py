@@ -1,4 +1,4 @@
-"""Code of the user's that ends the process where it is imported or called."""
+"""User-defined code that ends the process where it is imported or called."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_is_told_in_one_line(
 def test_a_library_that_replaces_exit_is_not_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As wandb does once it is initialised."""
+    """wandb replaces it once it is initialised."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "its_hook.py").write_text("def exit(code=0):\n    raise SystemExit(code)\n")
     (tmp_path / "ends.py").write_text("import sys\ndef make(**_):\n    sys.exit(0)\n")

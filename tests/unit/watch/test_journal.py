@@ -23,7 +23,11 @@ def test_notes_are_read_as_they_are_made(tmp_path: Path) -> None:
     assert one.count() == 1
     assert one.count() == 2
     state = reader.read()
-    assert (state.step, state.does, state.place) == (12, "F stage 1 micro-batch 2", "pp 1, dp 0")
+    assert (state.step, state.does, state.coordinates) == (
+        12,
+        "F stage 1 micro-batch 2",
+        "pp 1, dp 0",
+    )
     assert state.begun == {"one": 2, "other": 0}
     assert state.line is None
 
@@ -53,7 +57,7 @@ def test_only_the_heart_does_not_count_as_a_change(tmp_path: Path) -> None:
 def test_a_verdict_is_heard(tmp_path: Path) -> None:
     mine = Journal()
     mine.publish(tmp_path, 0)
-    JournalReader(tmp_path / "rank-0").tell()
+    JournalReader(tmp_path / "rank-0").announce_verdict()
     assert mine.words[journal.VERDICT] == 1
 
 

@@ -16,7 +16,7 @@ STEPS = 20
 def windows(
     *seconds: float, noise: float = 0.02, steps: int = STEPS, seed: int = 0
 ) -> list[TimingWindow]:
-    """Of ranks whose steps take so long, each more or less by a share."""
+    """Make windows of ranks whose steps take `seconds`, each more or less by a share."""
     draw = random.Random(seed)
     return [
         TimingWindow.of([own * (1 + draw.uniform(-noise, noise)) for _ in range(steps)])
@@ -25,7 +25,7 @@ def windows(
 
 
 def same(count: int) -> Scorer:
-    """Of peers alone."""
+    """Make the scorer of ranks that are all peers."""
     return Scorer([(0,)] * count, [1.0] * count)
 
 
@@ -69,7 +69,7 @@ def test_a_score_is_by_the_median_of_the_others() -> None:
 
 
 def test_work_of_peers_may_differ() -> None:
-    """As that of mirror images which take another number of micro-batches."""
+    """Mirror images may take different numbers of micro-batches."""
     scorer = Scorer([(0, 3), (1, 2), (1, 2), (0, 3)], [3.0, 2.0, 2.0, 4.0])
     assert values(scorer.scores(windows(3.0, 2.0, 2.0, 4.0, noise=0.0))) == [1.0] * 4
     assert slow(scorer.scores(windows(3.0, 2.0, 2.0, 8.0))) == [3]
@@ -82,7 +82,7 @@ def test_stages_of_several_ranks_are_not_compared() -> None:
 
 
 def alone(*work: float) -> Scorer:
-    """Of ranks with a stage each."""
+    """Make the scorer of ranks with a stage each."""
     return Scorer([(stage,) for stage in range(len(work))], work)
 
 

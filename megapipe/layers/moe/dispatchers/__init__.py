@@ -1,4 +1,4 @@
-"""Dispatchers: how tokens and experts get to the same rank, one file for each."""
+"""Dispatchers, one file each: how tokens and experts get to the same rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 
 
 def make_dispatcher(config: ExpertsConfig, mesh: ParallelMesh) -> Dispatcher:
-    """Make the dispatcher of a run. Raises :class:`ConfigError` where it is user-defined and cannot
-    be had."""
+    """Make the dispatcher of a run. Raises :class:`ConfigError` if a user-defined dispatcher cannot
+    be loaded."""
     if not is_user_code(config.dispatch):
         kind = DISPATCHERS[config.dispatch]
         return kind(**kind.settings(config, mesh))
@@ -46,7 +46,9 @@ def make_dispatcher(config: ExpertsConfig, mesh: ParallelMesh) -> Dispatcher:
     except FAILURES as error:
         raise code.failed(error) from error
     if not isinstance(getattr(made, "ep", None), Axis):
-        raise code.problem("its __init__ sets no ep: expected one that passes on what it is given")
+        raise code.problem(
+            "its __init__ does not set ep: pass its arguments on to super().__init__"
+        )
     return made
 
 
@@ -55,7 +57,9 @@ def load_dispatcher(name: str) -> UserCode:
     code = UserCode(name, what="experts.dispatch=", error=ConfigError, kind="class")
     found = code.function
     if not (isinstance(found, type) and issubclass(found, Dispatcher)):
-        raise code.problem("it is no class derived from megapipe.layers.moe.dispatchers.Dispatcher")
+        raise code.problem(
+            "it is not a class derived from megapipe.layers.moe.dispatchers.Dispatcher"
+        )
     for base in (HierarchicalDispatcher, FetchDispatcher):
         if issubclass(found, base):
             raise code.problem(

@@ -1,5 +1,5 @@
-"""Every rank gets all tokens of the group, with their weights and choices, and takes the rows of
-its experts from them."""
+"""All-gather dispatch: every rank gathers all tokens of the group, with their weights and choices,
+and selects the rows of its experts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from megapipe.layers.moe.row_codec import UNCODED, RowCodec
 
 @dataclass(frozen=True)
 class AllGatherDispatcher(Dispatcher):
-    """Gathers the tokens of all ranks; results come back as rows."""
+    """Gathers the tokens of all ranks; results return as rows."""
 
     def arrival(self, choice: Tensor, counts: ExpertCounts, plan: DispatchPlan) -> Tensor:
-        """Return which choices of all ranks are of the experts here, by expert."""
+        """Return, for each row of the local experts in order, the index of its choice among the
+        choices of all ranks."""
         of_each = plan.chunks[0].of_each
         everyone, wait = start_all_gather_new(choice.contiguous().view(torch.uint8), self.ep)
         wait()
         numbers = everyone.view(choice.dtype).int()
         numbers -= of_each * (self.ep.index // self.etp)
-        elsewhere = (numbers < 0) | (numbers >= of_each)  # or dropped
+        elsewhere = (numbers < 0) | (numbers >= of_each)  # or the choice is dropped
         numbers.masked_fill_(elsewhere, of_each)
         if self.pad:
             return among_choices(numbers.view(-1, *choice.shape), of_each, counts)
@@ -38,8 +39,7 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class AllGatherDispatch(Dispatch):
-    """The dispatch of gathered tokens; `arrival` are numbers of choices among those of all
-    ranks."""
+    """Dispatch of gathered tokens; `arrival` has indices among the choices of all ranks."""
 
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
         k, at = self.rows.row_of_choice.shape[1], self.rows.at
@@ -52,7 +52,7 @@ class AllGatherDispatch(Dispatch):
 
     def to_source_order(self, number: int, rows: Tensor) -> Tensor:
         dispatcher, chunks = self.plan
-        if dispatcher.pad:  # as many rows of each expert and rank
+        if dispatcher.pad:  # equally many rows for each expert and rank
             each = rows.unflatten(0, (len(chunks[number].ends), dispatcher.ep.size, -1))
             return each.transpose(0, 1).flatten(0, 2)
         source = self.arrival[number] // self.rows.row_of_choice.numel()
@@ -60,7 +60,7 @@ class AllGatherDispatch(Dispatch):
 
 
 class _Tokens:
-    """Values of all tokens of the group, gathered once for all chunks."""
+    """Transfer of the values of all tokens of the group, gathered once for all chunks."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Tokens:
             self._gathering.append(start_all_gather_new(own, self._dispatch.plan.dispatcher.ep))
 
     def start_next_hop(self, number: int) -> None:
-        """There is one hop alone."""
+        """Start nothing: there is only one exchange."""
 
     def wait(self, number: int) -> Tensor:
         if number == 0:

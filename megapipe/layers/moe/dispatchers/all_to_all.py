@@ -1,5 +1,5 @@
-"""Each row is sent to the rank of its expert, by one all-to-all or by one within nodes and one
-between them."""
+"""All-to-all dispatch: each row is sent to its expert's rank, in one all-to-all, or in one within
+nodes and one between nodes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ class AllToAllDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class HierarchicalDispatcher(AllToAllDispatcher):
-    """Sends each row within its node first, then between nodes (Tutel, Hwang et al.,
-    2206.03382)."""
+    """Sends each row within its node first, then between nodes (Tutel; Hwang, 2206.03382)."""
 
     within: Axis = field(default_factory=Axis.alone)
-    """The ranks of a node."""
+    """Ranks of this node."""
     between: Axis = field(default_factory=Axis.alone)
-    """The ranks of all nodes that have the same number in theirs."""
+    """Ranks of all nodes with the same local index as this rank."""
 
     hops = 2
 
     @classmethod
     def settings(cls, config: ExpertsConfig, mesh: ParallelMesh) -> dict[str, Any]:
-        assert mesh.ep_hops is not None, "made with experts.node"
+        assert mesh.ep_hops is not None, "made with experts.ranks_per_node"
         within, between = mesh.ep_hops
         return super().settings(config, mesh) | {"within": within, "between": between}
 
@@ -64,7 +63,7 @@ class HierarchicalDispatcher(AllToAllDispatcher):
 
 
 class AllToAllDispatch(Dispatch):
-    """The dispatch of rows that go to the ranks of their experts."""
+    """Dispatch of rows that are sent to the ranks of their experts."""
 
     def dispatch_tokens(self, x: Tensor) -> Prefetch[Tensor]:
         codec = self.plan.dispatcher.row_codec
@@ -82,7 +81,7 @@ class AllToAllDispatch(Dispatch):
 
 
 class _Rows:
-    """Rows that are sent to their experts."""
+    """Transfer of rows to the ranks of their experts."""
 
     def __init__(
         self, dispatch: AllToAllDispatch, part_of: Callable[[slice], Tensor], codec: RowCodec
@@ -112,9 +111,10 @@ class _Rows:
 def _expert_order(
     counts: ExpertCounts, chunk: ExpertChunk, index: int, device: torch.device
 ) -> Tensor:
-    """Order the rows that arrive, from one rank after the other, by expert."""
+    """Return the permutation that sorts a chunk's received rows by expert; they arrive in the order
+    of source ranks."""
     rows = torch.arange(chunk.ends[-1], device=device)
-    if counts.on_device is None:  # as many of each rank and expert
+    if counts.on_device is None:  # equally many for each rank and expert
         return rows.view(len(counts.by_rank), len(chunk.ends), -1).transpose(0, 1).flatten()
     first = chunk.of_each * (index // chunk.etp)
     columns = slice(first + chunk.experts.start, first + chunk.experts.stop)

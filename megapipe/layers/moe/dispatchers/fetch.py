@@ -1,11 +1,11 @@
-"""Fetched experts: weights are gathered from all ranks, and gradients sent to those that have them.
+"""Fetched experts: weights are all-gathered, and gradients reduce-scattered to the experts' owners.
 
-Where tokens are many and experts small, fewer bytes travel so (Janus, Liu et al., SIGCOMM 2023;
-Tutel's switch to data parallelism). Rows stay where their tokens are. Each rank gathers the
-matrices of all experts, in F and again in I as with ZeRO-3, chunk by chunk, and frees them when it
-has computed the chunk. W makes the gradients of all experts from the rows here, and sends them to
-the ranks that have the experts, which add them up in the order of the ranks. An expert that is
-split over etp ranks is put together.
+With many tokens and small experts, this sends fewer bytes than dispatching rows (Janus, Liu et al.,
+SIGCOMM 2023; Tutel's switch to data parallelism). Rows stay on the rank of their tokens. Each rank
+gathers the matrices of all experts, in F and again in I as with ZeRO-3, chunk by chunk, and frees a
+chunk's matrices once the chunk is computed. W computes the gradients of all experts from the local
+rows, and sends them to the experts' owners, which sum them in the order of the ranks. An expert
+that is split over etp ranks is gathered whole.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megapipe.layers.weight_grad import main_grad
 
 @dataclass(frozen=True)
 class FetchDispatcher(AllToAllDispatcher):
-    """Fetches the weights of all experts of the group; tokens stay."""
+    """Fetches the weights of all experts of the group; tokens stay on their rank."""
 
     @property
     def counting(self) -> Axis:
         return Axis.alone()
 
     def plan(self, counts: ExpertCounts, replicas: int) -> DispatchPlan:
-        """Plan the chunks of a micro-batch, whose rows stay."""
+        """Plan the expert chunks of a micro-batch whose rows stay on this rank."""
         chunks = fetched_chunks(counts.by_rank[0], self.ep.size // self.etp, self.chunks)
         return DispatchPlan(AllToAllDispatcher(Axis.alone(), pad=self.pad), chunks)
 
@@ -58,34 +58,35 @@ class FetchDispatcher(AllToAllDispatcher):
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that have all experts together."""
+    """Ranks that together have all experts."""
 
     ep: Axis
     etp: int
-    """Neighbours among them that have parts of the same experts."""
+    """Number of adjacent ranks of `ep` that share one expert."""
 
     def start_fetching(self, parameter: Parameter, part: slice) -> tuple[Tensor, Wait]:
-        """Begin to gather some experts of each rank."""
+        """Start to all-gather a parameter of the experts in range `part` of each rank."""
         return start_all_gather_new(parameter.detach()[part], self.ep)
 
     def unshard(self, gathered: Tensor, parameter: Parameter) -> Tensor:
-        """[ranks * experts of each, ...] of parts -> [experts, ...]."""
+        """Join the etp parts of gathered experts: [ranks * experts per rank, ...] -> [experts,
+        ...]."""
         parts = gathered.unflatten(0, (self.ep.size // self.etp, self.etp, -1))
         inner = spec_of(parameter).inner_dim
-        if inner is None:  # all who share an expert have the same
+        if inner is None:  # all ranks that share an expert have equal values
             return parts[:, 0].flatten(0, 1)
         return parts.movedim(1, inner + 1).flatten(inner + 1, inner + 2).flatten(0, 1)
 
     def reduce_scatter_grads(self, grad: Tensor, parameter: Parameter) -> None:
-        """Add gradients of all experts [ranks with others, experts of each, ...] into the main
-        gradients of the ranks that have them."""
+        """Reduce-scatter the gradients of all experts, [ranks / etp, experts of each, ...], into
+        the main gradients of the experts' owners."""
         inner, etp = spec_of(parameter).inner_dim, self.etp
         if inner is None:
             parts = grad.unsqueeze(1).expand(-1, etp, *(-1 for _ in grad.shape[1:]))
         else:
             parts = grad.unflatten(inner + 1, (etp, -1)).movedim(inner + 1, 1)
-        home = main_grad(parameter)
-        home += reduce_scatter(parts.flatten(0, 2), self.ep).view_as(home)
+        accumulated = main_grad(parameter)
+        accumulated += reduce_scatter(parts.flatten(0, 2), self.ep).view_as(accumulated)
 
 
 class FetchedExperts:
@@ -104,7 +105,7 @@ class FetchedExperts:
         ]
 
     def start_next_hop(self, number: int) -> None:
-        """There is one hop alone."""
+        """Start nothing: there is only one exchange."""
 
     def wait(self, number: int) -> ExpertWeights:
         found: list[Tensor | None] = []
@@ -119,15 +120,15 @@ class FetchedExperts:
 
 
 class FetchedExpertGrads(ExpertGrads):
-    """Where gradients of fetched experts are added: into memory of their own, in the order of
-    chunks, whose sums over ranks go to the ranks that have the experts."""
+    """Accumulators for gradients of fetched experts, in the order of chunks; their sums over ranks
+    go to the experts' owners."""
 
     def __init__(self, group: ExpertGroup, chunks: Sequence[ExpertChunk]) -> None:
         super().__init__()
         self._group, self._chunks = group, chunks
 
     def of(self, parameter: Parameter) -> Tensor:
-        """Return zeros for gradients of all experts, each of the whole width."""
+        """Return zeros for gradients of all experts, with the whole FFN hidden size."""
         like, inner = main_grad(parameter), spec_of(parameter).inner_dim
         shape = list(like.shape)
         shape[0] *= self._group.ep.size // self._group.etp
@@ -136,8 +137,7 @@ class FetchedExpertGrads(ExpertGrads):
         return like.new_zeros(shape)
 
     def finish(self, grads: Tensor | Sequence[Tensor], parameter: Parameter) -> None:
-        """Add them into the main gradients of the ranks that have the experts, which all call
-        it."""
+        """Reduce-scatter the gradients into the experts' owners' main gradients. Collective."""
         assert isinstance(grads, Tensor)
         parts = self._group.ep.size // self._group.etp
         of_chunks = grads.split([len(chunk.ends) for chunk in self._chunks])

@@ -1,1 +1,1 @@
-"""Weights and configurations of Hugging Face's classes, both ways: a family is a row of a table."""
+"""Weights and configurations of Hugging Face classes, read and written with one table."""

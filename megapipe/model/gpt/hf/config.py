@@ -1,6 +1,6 @@
-"""Configurations of Hugging Face's classes, both ways (:mod:`megapipe.model.gpt.hf.table`).
+"""Reads and writes configs of Hugging Face classes (:mod:`megapipe.model.gpt.hf.table`).
 
-A value that a class cannot express, or this package cannot, is refused by its name. No torch.
+A value that the class or megapipe cannot express is refused by its name. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pydantic import ValidationError
 from megapipe.command_line import phase
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.hf.parts import require
+from megapipe.model.gpt.hf.field_mappings import require
 from megapipe.model.gpt.hf.table import TABLE, HFClass
-from megapipe.words import together
+from megapipe.text import together
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """The resolved model of a class' config, in fp32.
+    """Return the resolved model of a Hugging Face config, in fp32.
 
     Raises:
-        ConfigError: another architecture, or a feature that this package does not have.
+        ConfigError: the architecture, or a feature that the config asks for, is not supported.
     """
     model_type = getattr(hf_config, "model_type", type(hf_config).__name__)
     row = TABLE.get(model_type)
@@ -57,12 +57,13 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 
 
 def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any) -> Any:
-    """The config of a resolved model, of the class that :func:`row_of` finds.
+    """Return the config of a resolved model, for the class that :func:`row_of` finds.
 
     Args:
         model: the resolved model. Only GPT-2 has dropout.
         model_type: the class; default: the first that can express the model.
-        extra: further keys for the class, such as `bos_token_id` (default: no special tokens).
+        extra: further arguments of the config class, such as `bos_token_id` (default: no special
+            tokens).
 
     Raises:
         ConfigError: the class, or every class, cannot express the model.
@@ -77,18 +78,18 @@ def config_to_hf(model: ModelConfig, model_type: str | None = None, **extra: Any
 
 
 def old_keys(row: HFClass, model: ModelConfig) -> dict[str, Any]:
-    """Keys of a resolved model's config.json that transformers before 5 needs beside the others,
-    which version 5 reads as the same."""
+    """Return old names of keys with their values. transformers before version 5 needs them in
+    config.json too; version 5 accepts them."""
     return {key: value for part in row.parts for key, value in part.write_old(model).items()}
 
 
 def class_of(model: ModelConfig, model_type: str | None = None) -> Any:
-    """The class, with a head, that :func:`row_of` finds for a resolved model."""
+    """Return transformers' class for a resolved model, with the LM head."""
     return class_named(row_of(model, model_type).model_class)
 
 
 def class_named(name: str) -> Any:
-    """Load a class of transformers, which takes seconds."""
+    """Load a class of transformers; importing the package takes seconds."""
     with phase("loading transformers"):
         import transformers
 
@@ -96,28 +97,29 @@ def class_named(name: str) -> Any:
 
 
 def has_class(model: ModelConfig) -> bool:
-    """Whether a class in the table expresses a resolved model."""
+    """Whether a class in the table can express a resolved model."""
     return model.source is None and any(not list(row.misfits(model)) for row in TABLE.values())
 
 
 def row_of(model: ModelConfig, model_type: str | None = None) -> HFClass:
-    """The class that expresses a resolved model: `model_type`, or the first in the table.
+    """Return the table's entry for a resolved model: that of `model_type`, or by default the first
+    that can express the model.
 
     Raises:
-        ConfigError: it cannot, or none can; then the nearest one's reason is given. Or the model
-            has unresolved sizes.
+        ConfigError: `model_type`, or every class, cannot express the model; the error names what
+            the nearest class lacks. Or a size of the model is not resolved.
     """
     for field in ("kv_heads", "head_dim", "ffn_hidden", "vocab_size", "max_positions"):
         if getattr(model, field) is None:
             raise ConfigError(f"model.{field} is not set; pass a resolved model")
     rows = list(TABLE.values()) if model_type is None else [TABLE[model_type]]
     found = [(row, list(row.misfits(model))) for row in rows]
-    mixture = model.moe.experts is not None
+    mixture = model.moe.num_experts is not None
     row, misfits = min(found, key=lambda each: (each[0].has_experts != mixture, len(each[1])))
     if misfits:
         what, value, wanted = misfits[0]
         raise ConfigError(
             f"model.{what} = {value} cannot be expressed by Hugging Face's {row.model_type} class"
-            f"{'' if model_type else ', the nearest'}; it needs {wanted}"
+            f"{'' if model_type else ' (the nearest)'}; it needs {wanted}"
         )
     return row

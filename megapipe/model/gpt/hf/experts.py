@@ -1,7 +1,7 @@
-"""Keys of classes with experts as parts of a config map.
+"""Field mappings for Hugging Face classes with experts.
 
-A part has the section `model.moe` but for what only training knows (:data:`TRAINING`), and the
-width of dense layers.
+The mappings cover the FFN hidden size of dense layers and the section `model.moe`, without fields
+that only training uses (:data:`TRAINING`).
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from pydantic import ValidationError
 from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.errors import ConfigError
-from megapipe.model.gpt.hf.parts import FieldMapping, Misfit
+from megapipe.model.gpt.hf.field_mappings import FieldMapping, Misfit
 from megapipe.model.gpt.moe.checks import check_experts
 
 TRAINING = (
-    *("router_init_scale", "jitter", "second"),
-    *("balance", "balance_scope", "balance_choices", "z"),
+    *("router_init_scale", "jitter", "second_expert"),
+    *("aux_loss_coeff", "aux_loss_scope", "aux_loss_choices", "z_loss_coeff"),
 )
-"""Fields that change no output of a model."""
+"""Fields that have no effect on the output of a trained model."""
 
 
 def _experts(
     fields: Mapping[str, str], width: str, fixed: Mapping[str, Any], *parts: FieldMapping
 ) -> FieldMapping:
-    """A part of a class.
+    """Make the field mapping of a class with experts.
 
     Args:
-        fields: its keys, by our fields of the section, whose values are the same.
-        width: the key for the width of dense layers.
-        fixed: fields that the class always has so.
-        parts: of the section. Fields that are nowhere must have their defaults.
+        fields: fields of `model.moe`, each with the key of the class's config that has its value.
+        width: the key for the FFN hidden size of dense layers.
+        fixed: fields of `model.moe` with the value that they have in all models of the class.
+        parts: mappings of further fields of `model.moe`. All other fields must have their defaults.
     """
 
     def read(config: Any) -> dict[str, Any]:
         found = {ours: getattr(config, theirs) for ours, theirs in fields.items()}
-        given = {"layers": config.num_hidden_layers, "ffn_hidden": getattr(config, width)}
+        sizes = {"layers": config.num_hidden_layers, "ffn_hidden": getattr(config, width)}
         try:
             for part in parts:
                 found |= part.read(config)
             moe = MoEConfig.model_validate({**fixed, **found})
-            if moe.experts is None:
+            if moe.num_experts is None:
                 raise ConfigError("it has no experts")
-            model = ModelConfig.model_validate({**given, "moe": moe})
+            model = ModelConfig.model_validate({**sizes, "moe": moe})
             check_experts(model.resolved(vocab_size=None, sequence_length=0))
         except (ValidationError, ConfigError) as error:
             raise ConfigError(
-                f"{_told(config, fields)} cannot be expressed: {_why(error)}"
+                f"{_key_values(config, fields)} cannot be expressed: {_why(error)}"
             ) from error
         return {"moe": moe, "ffn_hidden": model.ffn_hidden}
 
@@ -61,11 +61,11 @@ def _experts(
         return keys
 
     def misfits(model: ModelConfig) -> Iterator[Misfit]:
-        if model.moe.experts is None:
-            yield Misfit("moe.experts", None, "a number")
+        if model.moe.num_experts is None:
+            yield Misfit("moe.num_experts", None, "a number")
             return
-        if isinstance(model.moe.experts, list):
-            yield Misfit("moe.experts", model.moe.experts, "one number for all layers")
+        if isinstance(model.moe.num_experts, list):
+            yield Misfit("moe.num_experts", model.moe.num_experts, "one number for all layers")
         for part in parts:
             yield from part.misfits(model)
         free = {name for part in parts for name in part.fields}.union(fields, TRAINING)
@@ -77,7 +77,7 @@ def _experts(
     return FieldMapping(("moe", "ffn_hidden"), read, write, misfits)
 
 
-def _told(config: Any, fields: Mapping[str, str]) -> str:
+def _key_values(config: Any, fields: Mapping[str, str]) -> str:
     return ", ".join(f"{key} = {getattr(config, key)}" for key in fields.values())
 
 
@@ -94,34 +94,36 @@ def _read_listed(config: Any) -> dict[str, Any]:
         raise ConfigError(f"decoder_sparse_step = {every}: expected 1 or more")
     dense = sorted({n for n in config.mlp_only_layers if 0 <= n < layers and (n + 1) % every == 0})
     first = next((i for i, layer in enumerate(dense) if layer != i), len(dense))
-    return {"every": every, "dense_first": first, "dense_layers": dense[first:]}
+    return {"layer_freq": every, "first_dense_layers": first, "dense_layers": dense[first:]}
 
 
 def _write_listed(model: ModelConfig) -> dict[str, Any]:
-    every = 1 if model.moe.dense_first % model.moe.every else model.moe.every
+    every = 1 if model.moe.first_dense_layers % model.moe.layer_freq else model.moe.layer_freq
     candidates = range(every - 1, model.layers, every)
     dense = [layer for layer in candidates if not model.moe.has_experts(layer)]
     return {"decoder_sparse_step": every, "mlp_only_layers": dense}
 
 
-_LISTED = FieldMapping(("dense_first", "every", "dense_layers"), _read_listed, _write_listed)
-"""Experts in every so many-th layer, but for those that are named."""
+_LISTED = FieldMapping(
+    ("first_dense_layers", "layer_freq", "dense_layers"), _read_listed, _write_listed
+)
+"""Field mapping for classes with experts in every `layer_freq`-th layer, except listed layers."""
 
 _DENSE_FIRST = FieldMapping(
-    ("dense_first",),
-    lambda config: {"dense_first": config.first_k_dense_replace},
-    lambda model: {"first_k_dense_replace": model.moe.dense_first},
+    ("first_dense_layers",),
+    lambda config: {"first_dense_layers": config.first_k_dense_replace},
+    lambda model: {"first_k_dense_replace": model.moe.first_dense_layers},
 )
 
 
 def _read_shared(config: Any) -> dict[str, Any]:
     if not config.n_shared_experts:
         raise ConfigError(f"n_shared_experts = {config.n_shared_experts}: expected 1 or more")
-    return {"shared": config.n_shared_experts * config.moe_intermediate_size}
+    return {"shared_ffn_hidden": config.n_shared_experts * config.moe_intermediate_size}
 
 
 def _shared_and_ffn(model: ModelConfig) -> tuple[int, int]:
-    return model.moe.shared or 0, model.moe.ffn or 1
+    return model.moe.shared_ffn_hidden or 0, model.moe.expert_ffn_hidden or 1
 
 
 def _write_shared(model: ModelConfig) -> dict[str, Any]:
@@ -132,41 +134,45 @@ def _write_shared(model: ModelConfig) -> dict[str, Any]:
 def _no_multiple(model: ModelConfig) -> Iterator[Misfit]:
     shared, ffn = _shared_and_ffn(model)
     if not shared or shared % ffn:
-        yield Misfit("moe.shared", model.moe.shared, f"a multiple of model.moe.ffn, {ffn}")
+        yield Misfit(
+            "moe.shared_ffn_hidden",
+            model.moe.shared_ffn_hidden,
+            f"a multiple of model.moe.expert_ffn_hidden, {ffn}",
+        )
 
 
-_SHARED = FieldMapping(("shared",), _read_shared, _write_shared, _no_multiple)
-"""The MLP beside the experts is as wide as some of them together."""
+_SHARED = FieldMapping(("shared_ffn_hidden",), _read_shared, _write_shared, _no_multiple)
+"""Field mapping for classes whose shared expert is a whole number of routed experts wide."""
 
 
 def _not_biased(model: ModelConfig) -> Iterator[Misfit]:
-    if model.moe.bias_rate is None:
-        yield Misfit("moe.bias_rate", None, "a number, which may be 0")
+    if model.moe.bias_update_rate is None:
+        yield Misfit("moe.bias_update_rate", None, "a number, which may be 0")
 
 
 _BIASED = FieldMapping(
-    ("bias_rate",), lambda config: {"bias_rate": 0.0}, lambda model: {}, _not_biased
+    ("bias_update_rate",), lambda config: {"bias_update_rate": 0.0}, lambda model: {}, _not_biased
 )
-"""Experts have biases of the choice. How training moves them is no matter of the class."""
+"""Field mapping for classes with router biases. Their configs have no rate for updating them."""
 
 
 def _too_small_groups(model: ModelConfig) -> Iterator[Misfit]:
-    experts, groups = model.moe.experts, model.moe.groups
+    experts, groups = model.moe.num_experts, model.moe.num_groups
     if isinstance(experts, int) and experts < 2 * groups:
-        yield Misfit("moe.experts", experts, f"twice as many as model.moe.groups={groups}")
+        yield Misfit("moe.num_experts", experts, f"twice as many as model.moe.num_groups={groups}")
 
 
 _GROUPS_OF_TWO = FieldMapping((), lambda config: {}, lambda model: {}, _too_small_groups)
-"""A group is chosen by its two best experts."""
+"""Check for classes that choose a group by its two best experts: a group must have two."""
 
-_ONE_GROUP = {"groups": 1, "group_top_k": 1}
+_ONE_GROUP = {"num_groups": 1, "topk_groups": 1}
 
 MIXTRAL_EXPERTS = _experts(
     {
-        "experts": "num_local_experts",
+        "num_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
-        "ffn": "intermediate_size",
-        "balance": "router_aux_loss_coef",
+        "expert_ffn_hidden": "intermediate_size",
+        "aux_loss_coeff": "router_aux_loss_coef",
     },
     "intermediate_size",
     _ONE_GROUP,
@@ -174,31 +180,33 @@ MIXTRAL_EXPERTS = _experts(
 
 _QWEN3_EXPERTS = _experts(
     {
-        "experts": "num_experts",
+        "num_experts": "num_experts",
         "top_k": "num_experts_per_tok",
-        "ffn": "moe_intermediate_size",
-        "normalise": "norm_topk_prob",
-        "balance": "router_aux_loss_coef",
+        "expert_ffn_hidden": "moe_intermediate_size",
+        "norm_topk_prob": "norm_topk_prob",
+        "aux_loss_coeff": "router_aux_loss_coef",
     },
     "intermediate_size",
     _ONE_GROUP,
     _LISTED,
 )
 
-QWEN3_EXPERTS = _QWEN3_EXPERTS._replace(write_old=lambda model: {"num_experts": model.moe.experts})
+QWEN3_EXPERTS = _QWEN3_EXPERTS._replace(
+    write_old=lambda model: {"num_experts": model.moe.num_experts}
+)
 
 DOTS1_EXPERTS = _experts(
     {
-        "experts": "n_routed_experts",
+        "num_experts": "n_routed_experts",
         "top_k": "num_experts_per_tok",
-        "ffn": "moe_intermediate_size",
-        "normalise": "norm_topk_prob",
-        "scale": "routed_scaling_factor",
-        "groups": "n_group",
-        "group_top_k": "topk_group",
+        "expert_ffn_hidden": "moe_intermediate_size",
+        "norm_topk_prob": "norm_topk_prob",
+        "routed_scaling_factor": "routed_scaling_factor",
+        "num_groups": "n_group",
+        "topk_groups": "topk_group",
     },
     "intermediate_size",
-    {"scores": "sigmoid", "balance": 0.0},  # its loss has no term
+    {"score_function": "sigmoid", "aux_loss_coeff": 0.0},  # its loss has no such term
     _DENSE_FIRST,
     _SHARED,
     _BIASED,

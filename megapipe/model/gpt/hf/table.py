@@ -1,7 +1,7 @@
-"""Hugging Face's classes that a GPT can be: a row for each ``model_type``.
+"""Table of the Hugging Face classes that a GPT can be: one entry for each ``model_type``.
 
-A row expresses a model whose fields are all in one of the row's parts, or have the value that the
-row fixes, or else their default. No torch.
+An entry can express a model if each field of the model is in one of the entry's mappings, has the
+value that the entry fixes, or has its default. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from megapipe.config.model import ModelConfig
 from megapipe.model.gpt.hf.experts import DOTS1_EXPERTS, MIXTRAL_EXPERTS, QWEN3_EXPERTS
-from megapipe.model.gpt.hf.parts import (
+from megapipe.model.gpt.hf.field_mappings import (
     APART_HEADS,
     APART_HEADS_OR_SHARED_OUT,
     GROUPED_HEADS,
@@ -31,22 +31,23 @@ from megapipe.model.gpt.hf.parts import (
 from megapipe.model.gpt.hf.rope import PARTIAL_ROPE, ROPE, ROPE_BY_WINDOW
 
 TensorLayout = Literal["same", "transposed", "apart", "blocks", "stacked", "pairs", "joined"]
-"""Of the values of one of our tensors: the same rows; [in, out]; q, k and v as tensors of their
-own; in one as blocks q | k | v and transposed; gate and up, or experts, as tensors of their own;
-gate and up of each expert as tensors of their own; in one tensor that has them as its rows."""
+"""How a class stores a global tensor. `same`: unchanged. `transposed`: [in, out]. `apart`: as three
+tensors q, k and v. `blocks`: as one tensor q | k | v, transposed. `stacked`: a tensor each for gate
+and up, or a tensor per expert. `pairs`: tensors of gate and up for each expert. `joined`: the rows
+of gate and up in one tensor."""
 
 
 class Tensors(NamedTuple):
-    """A class' counterparts of the weight and the bias of one of our modules."""
+    """Names that a class gives to the weight and the bias of one of megapipe's modules."""
 
     names: tuple[str, ...]
-    """With {} for the number of an expert, of which each has these."""
+    """Names of modules or tensors; {} in a name stands for the index of an expert."""
     arrangement: TensorLayout = "same"
     whole: bool = False
-    """The names are those of tensors: nothing is added for weight and bias."""
+    """Whether the names are complete, and get no suffix `.weight` or `.bias`."""
 
     def of_kind(self, kind: str, count: int) -> tuple[str, ...]:
-        """The names of the weights or biases, as `kind` says; of experts those of all `count`."""
+        """Return the names of all weights or biases (`kind`), for each of `count` experts."""
         end = "" if self.whole else f".{kind}"
         numbers = range(count) if "{}" in self.names[0] else range(1)
         return tuple(f"{name.format(number)}{end}" for number in numbers for name in self.names)
@@ -54,35 +55,37 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class HFClass:
-    """A class of Hugging Face's, all of whose names are here."""
+    """A Hugging Face class: names of tensors, and mappings of the config's keys."""
 
     model_type: str
     config_class: str
-    """In transformers."""
+    """Name of the config class in transformers."""
     model_class: str
     prefix: str
-    """Of all names but the head's; files of a model without a head leave it out."""
+    """Prefix of all names except the head's; missing in files of a model without a head."""
     modules: Mapping[str, str]
-    """Names outside of the layers, by ours."""
+    """The class's names of modules outside of the layers, by megapipe's names."""
     layers: str
-    """Name of the list of layers."""
+    """Name of the list of layers in a state dict."""
     layer: Mapping[str, Tensors]
-    """Names in a layer of a state dict, by ours."""
+    """The class's names inside a layer of a state dict, by megapipe's names."""
     parts: tuple[FieldMapping, ...]
     fixed: Mapping[str, Any]
-    """Fields that are no default, and that the class always has so."""
+    """Fields of :class:`ModelConfig`, and the values, other than their defaults, that they have in
+    all models of the class."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Values that the class' other keys must have."""
+    """Values that other keys of the class's config must have."""
     files: Mapping[str, Tensors] = field(default_factory=dict)
-    """Names in files, in a layer or outside, where they are others than in a state dict."""
+    """The class's names in files, by megapipe's names, if those in a state dict differ."""
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a class of models with experts."""
+        """Whether models of the class have experts."""
         return any("moe" in part.fields for part in self.parts)
 
     def counterpart(self, name: str, *, in_files: bool = False) -> Tensors:
-        """Full names, in a state dict or in files, of a module of ours or of a buffer."""
+        """Return the class's full names for megapipe's module or buffer `name`, in a state dict or
+        in files."""
         if not name.startswith("layers."):
             tensors = Tensors((self.modules[name],))
             return self.files.get(name, tensors) if in_files else tensors
@@ -93,14 +96,14 @@ class HFClass:
         return inner._replace(names=tuple(f"{self.layers}.{number}.{n}" for n in inner.names))
 
     def misfits(self, model: ModelConfig) -> Iterator[Misfit]:
-        """Fields of a resolved model that the class cannot express."""
+        """Yield what the class cannot express of a resolved model."""
         free = {name for part in (*self.parts, _EVERYWHERE) for name in part.fields}
         for name, info in ModelConfig.model_fields.items():
             wanted = self.fixed.get(name, info.get_default(call_default_factory=True))
             if name in free or getattr(model, name) == wanted:
                 continue
             if name == "moe":
-                yield Misfit("moe.experts", model.moe.experts, "null")
+                yield Misfit("moe.num_experts", model.moe.num_experts, "null")
             else:
                 yield Misfit(name, getattr(model, name), str(wanted))
         for part in self.parts:
@@ -108,7 +111,7 @@ class HFClass:
 
 
 _EVERYWHERE = pairs(dtype="dtype")
-"""Every class' weights may be of any type."""
+"""Field mapping that every class has: weights may have any type."""
 
 _COMMON = pairs(
     vocab_size="vocab_size", init_std="initializer_range", tied_embeddings="tie_word_embeddings"
@@ -135,7 +138,7 @@ _GEMMA_PARTS = (
     of_hidden("embedding_scale", lambda hidden: hidden**0.5, "sqrt(hidden)"),
     pairs(norm_eps="rms_norm_eps", logit_softcap="final_logit_softcapping"),
 )
-_GEMMA_FIXED = {**_LLAMA_FIXED, "bias": False, "norm_offset": True, "post_norms": True}
+_GEMMA_FIXED = {**_LLAMA_FIXED, "bias": False, "zero_centered_norm": True, "post_norms": True}
 
 _LLAMA_MODULES = {
     "embedding.word": "model.embed_tokens",
@@ -245,7 +248,7 @@ _MISTRAL = replace(
     model_type="mistral",
     config_class="MistralConfig",
     model_class="MistralForCausalLM",
-    parts=(*_LLAMA_PARTS, APART_HEADS, pairs(window="sliding_window")),
+    parts=(*_LLAMA_PARTS, APART_HEADS, pairs(sliding_window="sliding_window")),
     fixed={**_LLAMA_FIXED, "bias": False},
 )
 
@@ -258,7 +261,7 @@ _MIXTRAL = replace(
     parts=(
         *_MIXTRAL_PARTS,
         APART_HEADS_OR_SHARED_OUT,
-        pairs(window="sliding_window"),
+        pairs(sliding_window="sliding_window"),
         MIXTRAL_EXPERTS,
     ),
     required={"attention_dropout": 0, "router_jitter_noise": 0.0},
@@ -329,7 +332,7 @@ _GEMMA3 = replace(
     required={
         **_GEMMA2.required,
         "use_bidirectional_attention": False,
-        "attn_logit_softcapping": None,  # which the class ignores
+        "attn_logit_softcapping": None,  # the class ignores it
     },
 )
 
@@ -368,7 +371,7 @@ _NEOX = HFClass(
                 "gelu": "gelu",
                 "gelu_new": "gelu_tanh",
                 "gelu_pytorch_tanh": "gelu_tanh",
-                "gelu_fast": "gelu_tanh",  # GPT-NeoX 20B's: the same with constants rounded
+                "gelu_fast": "gelu_tanh",  # GPT-NeoX 20B's name; only rounded constants differ
             },
         ),
         PARTIAL_ROPE,
@@ -394,7 +397,7 @@ _BLOOM = HFClass(
     layers="transformer.h",
     layer={
         "attention_norm": Tensors(("input_layernorm",)),
-        "attention.qkv": Tensors(("self_attention.query_key_value",)),  # as GPT-NeoX'
+        "attention.qkv": Tensors(("self_attention.query_key_value",)),  # like GPT-NeoX
         "attention.out": Tensors(("self_attention.dense",)),
         **_MEGATRON_MLP,
     },
@@ -406,7 +409,7 @@ _BLOOM = HFClass(
             heads="n_head",
             norm_eps="layer_norm_epsilon",
         ),
-        pair_or("max_positions", "seq_length", 2048),  # no key of transformers', nor any limit
+        pair_or("max_positions", "seq_length", 2048),  # not a transformers key, and no limit
         WHOLE_HEADS,
         of_hidden("ffn_hidden", lambda hidden: 4 * hidden, "4 x hidden"),
     ),
@@ -424,4 +427,4 @@ _ROWS = (
 )
 
 TABLE = {row.model_type: row for row in _ROWS}
-"""Of rows that express a model alike the first is taken."""
+"""Entries by model_type; the first that expresses a model is used for it."""

@@ -1,7 +1,7 @@
-"""Weights of Hugging Face's classes, both ways (:mod:`megapipe.model.gpt.hf.table`).
+"""Reads and writes weights of Hugging Face classes (:mod:`megapipe.model.gpt.hf.table`).
 
-One walk (:func:`entries`) pairs every global tensor with the tensors that a class makes of it, so
-writing and reading cannot drift apart. Only the arrangement differs, never a value.
+One generator (:func:`entries`) pairs every global tensor with the class's tensors, so writing and
+reading cannot drift apart. Conversion only rearranges values, and changes none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers, known, stage_
 from megapipe.model.partition import StageSpec
 
 _BUFFERS = re.compile(r"\.((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
-"""Of old files: causal masks and rotary frequencies."""
+"""Names of buffers in old files: causal masks and rotary frequencies."""
 
 
 def to_hf(
     params: Mapping[str, Tensor], model: ModelConfig, model_type: str | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of a class with a head for global tensors `params`.
+    """Convert global tensors to the state dict of a Hugging Face class with a head.
 
     Args:
         params: every global tensor by its layout-free name.
@@ -48,7 +48,7 @@ def to_hf(
     state: dict[str, Tensor] = {}
     for entry in entries(row, model, in_files=False):
         tensor = _take(left, entry.name, entry.shape)
-        parts = (part.contiguous() for part in entry.way.split(tensor, model))
+        parts = (part.contiguous() for part in entry.transform.split(tensor, model))
         state.update(zip(entry.hf_names, parts, strict=True))
     _refuse_rest(left)
     if model.tied_embeddings:
@@ -59,11 +59,11 @@ def to_hf(
 def from_hf(
     state: Mapping[str, Tensor], model: ModelConfig, model_type: str | None = None
 ) -> dict[str, Tensor]:
-    """The global tensors of a class' state dict; the inverse of :func:`to_hf`.
+    """Convert a class's state dict to global tensors; the inverse of :func:`to_hf`.
 
-    The prefix, such as `model.`, may be missing, as in files of the model without a head. With
-    tied embeddings so may the head. A stack may be a tensor for each index, as in files.
-    Buffers of old files (causal masks, rotary frequencies) are passed over.
+    The prefix `model.` of names may be missing, as in files of the model without a head. With tied
+    embeddings the head may be missing too. Names may be those of files or of state dicts. Buffers
+    of old files (causal masks, rotary frequencies) are ignored.
 
     Returns:
         Contiguous tensors that may share memory with `state`.
@@ -80,7 +80,7 @@ def from_hf(
     for entry in entries_in(row, model, left.keys()):
         shapes = zip(entry.hf_names, entry.hf_shapes(model), strict=True)
         parts = tuple(_take(left, name, shape) for name, shape in shapes)
-        params[entry.name] = entry.way.join(parts, model).contiguous()
+        params[entry.name] = entry.transform.join(parts, model).contiguous()
     if model.tied_embeddings:
         other = left.pop(f"{head}.weight", None)
         if other is not None and not torch.equal(other, params[WORD_EMBEDDING]):
@@ -93,15 +93,16 @@ def from_hf(
 
 
 def full_names(row: HFClass, names: Iterable[str]) -> dict[str, str]:
-    """The class' full name of each of a file's `names`, without those of buffers of old files."""
+    """Return the `names` in a file by their full names in the class; buffers of old files are left
+    out."""
     known_as = (row.prefix, f"{row.modules['head']}.")
     found = {}
     in_files = {row.files[of].names[0]: row.modules[of] for of in row.files.keys() & row.modules}
-    for given in names:
-        module, dot, kind = given.rpartition(".")
+    for original in names:
+        module, dot, kind = original.rpartition(".")
         name = in_files.get(module, module) + dot + kind
         if not _BUFFERS.search(f".{name}"):
-            found[name if name.startswith(known_as) else row.prefix + name] = given
+            found[name if name.startswith(known_as) else row.prefix + name] = original
     return found
 
 
@@ -125,15 +126,15 @@ def _refuse_rest(tensors: dict[str, Tensor]) -> None:
 
 
 class TensorTransform(NamedTuple):
-    """From one tensor of ours to those of a class, and back."""
+    """Conversion of a global tensor to a class's tensors (`split`), and back (`join`)."""
 
     split: Callable[[Tensor, ModelConfig], tuple[Tensor, ...]]
     join: Callable[[tuple[Tensor, ...], ModelConfig], Tensor]
 
 
 def _split_qkv(tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-    """Rows by key/value group, [groups x (queries + 2) x head_dim, ...]: a group's query heads, its
-    key head, its value head; to the rows of q, of k and of v."""
+    """Split a qkv weight or bias into q, k and v. Its rows [groups x (queries + 2) x head_dim, ...]
+    have, for each key/value group, the query heads, the key head and the value head."""
     rest, groups = tensor.shape[1:], known(model.kv_heads)
     queries = model.heads // groups
     grouped = tensor.reshape(groups, queries + 2, known(model.head_dim), *rest)
@@ -141,13 +142,13 @@ def _split_qkv(tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
 
 
 def _join_qkv(parts: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-    """The inverse of :func:`_split_qkv`."""
+    """Join q, k and v to a qkv weight or bias; the inverse of :func:`_split_qkv`."""
     rest = parts[0].shape[1:]
     by_group = (known(model.kv_heads), -1, known(model.head_dim), *rest)
     return torch.cat([part.reshape(by_group) for part in parts], dim=1).reshape(-1, *rest)
 
 
-_WAYS = {
+_TRANSFORMS = {
     "same": TensorTransform(lambda tensor, _: (tensor,), lambda parts, _: parts[0]),
     "transposed": TensorTransform(lambda tensor, _: (tensor.t(),), lambda parts, _: parts[0].t()),
     "apart": TensorTransform(_split_qkv, _join_qkv),
@@ -167,42 +168,43 @@ _WAYS = {
         lambda parts, _: parts[0].unflatten(1, (2, -1)),
     ),
 }
-"""By arrangement; a vector is its own transpose."""
+"""Conversions by :data:`TensorLayout`; a vector is its own transpose."""
 
 
 class TensorMapping(NamedTuple):
-    """One global tensor, and its counterparts."""
+    """One global tensor, and the class's tensors with its values."""
 
     name: str
     shape: tuple[int, ...]
     hf_names: tuple[str, ...]
     arrangement: TensorLayout
     is_buffer: bool = False
-    """It is no parameter, and keeps its type where the model's is narrower."""
+    """Whether the tensor is a buffer: its type stays even if weights have a narrower one."""
 
     @property
-    def way(self) -> TensorTransform:
-        """How the values are arranged anew."""
-        return _WAYS[self.arrangement]
+    def transform(self) -> TensorTransform:
+        """Conversion of the global tensor to the class's tensors, and back."""
+        return _TRANSFORMS[self.arrangement]
 
     def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
-        """Shapes of the counterparts."""
-        parts = self.way.split(torch.empty(self.shape, device="meta"), model)
+        """Return the shapes of the class's tensors."""
+        parts = self.transform.split(torch.empty(self.shape, device="meta"), model)
         return [tuple(part.shape) for part in parts]
 
 
 def entries(row: HFClass, model: ModelConfig, *, in_files: bool = True) -> Iterator[TensorMapping]:
-    """Every global tensor of a resolved model, with those of files or of a state dict."""
+    """Yield every global tensor of a resolved model with its names in files or in a state dict."""
     for each in _tensors(model):
         yield _entry(row, each, in_files=in_files)
 
 
-def entries_in(row: HFClass, model: ModelConfig, given: Collection[str]) -> Iterator[TensorMapping]:
-    """The same, with counterparts as those tensors are called that somebody has."""
+def entries_in(row: HFClass, model: ModelConfig, names: Collection[str]) -> Iterator[TensorMapping]:
+    """Yield every global tensor with those of the `names` that it has. `names`: tensor names of a
+    state dict or of files."""
     for each in _tensors(model):
         found = _entry(row, each, in_files=True)
         other = _entry(row, each, in_files=False)
-        yield other if any(name in given for name in other.hf_names) else found
+        yield other if any(name in names for name in other.hf_names) else found
 
 
 class _Tensor(NamedTuple):

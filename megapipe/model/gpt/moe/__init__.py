@@ -1,1 +1,1 @@
-"""Layers of a GPT with experts."""
+"""MoE layers of a GPT."""

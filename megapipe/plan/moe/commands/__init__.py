@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 
 from megapipe.command_line import Parser, parser_of, run_command
-from megapipe.plan.moe.commands import plan, show, simulate
+from megapipe.plan.moe.commands import rebalance, show, simulate
 
-COMMANDS = {"simulate": simulate, "show": show, "plan": plan}
+COMMANDS = {"simulate": simulate, "show": show, "rebalance": rebalance}
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     return parser_of(
         COMMANDS,
-        description="Layers with experts over several ranks: what exchanging their rows takes, "
-        "which experts a run has chosen, and which ranks should have them. docs/moe.md explains.",
-        epilog="%(prog)s COMMAND --help tells what it takes.",
+        description="MoE layers over several ranks: simulate their dispatch, show which experts a "
+        "run chose, and find better ranks for the experts. docs/moe.md explains.",
+        epilog="%(prog)s COMMAND --help explains a command.",
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit code of the process."""
+    """Run one command; returns the exit code of the process."""
     return run_command(parser(), argv)

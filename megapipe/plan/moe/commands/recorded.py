@@ -1,4 +1,4 @@
-"""The choices of each expert that a run has logged."""
+"""Reads the number of choices of each expert from the log of a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from megapipe.errors import ConfigError
 LOG = "log.jsonl"
 
 Choices = Mapping[int, Mapping[int, Sequence[int]]]
-"""By step and layer those of each expert."""
+"""Number of choices of each expert, by step and then layer."""
 
 
 def recorded(path: Path) -> Choices:
-    """The choices in a log; of a step that was repeated the later ones. Raises
+    """Read the choices in a log. If a step was logged twice, the later record is used. Raises
     :class:`ConfigError`."""
     found: dict[int, Mapping[int, Sequence[int]]] = {}
     try:
@@ -22,24 +22,24 @@ def recorded(path: Path) -> Choices:
                 if b'"counts"' in line:
                     found.update(_of_line(line, f"{path}: line {number}"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a run has this file in its folder") from None
+        raise ConfigError(f"{path}: {error.strerror}; expected the folder of a run") from None
     if not found:
         raise ConfigError(
-            f"{path}: no step has the choices of experts: expected those of a run with "
-            "model.moe.experts and log.experts_every"
+            f"{path} has no choices of experts: expected a run with model.moe.num_experts and "
+            "log.expert_counts_every"
         )
     return found
 
 
 def _of_line(line: bytes, where: str) -> Choices:
-    """Those of a step, if it has any."""
+    """Return the choices in a line of the log, by step; {} if the step has none."""
     try:
-        told = json.loads(line)
-        counts = told["routing"]["counts"]
+        record = json.loads(line)
+        counts = record["routing"]["counts"]
         if counts is None:
             return {}
         choices = {int(layer): [int(each) for each in own] for layer, own in counts.items()}
-        step = int(told["step"])
+        step = int(record["step"])
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(f"{where}: expected a step as a run logs it") from None
     if not choices or any(min(own, default=0) < 0 or sum(own) == 0 for own in choices.values()):

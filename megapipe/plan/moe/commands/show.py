@@ -1,7 +1,8 @@
-"""Draws how often each expert was chosen in a step of a run, by the mean of its layer: a row for
-each layer, a column for each expert. A blank is an expert without tokens, "." less than a quarter
-of the mean, and in steps of a quarter ":-=+*#%" on to "@", twice the mean or more; "+" begins at
-the mean. Dropped choices count. log.jsonl has the choices every log.experts_every steps.
+"""Draws how often each expert was chosen in a step of a run, relative to its layer's mean: a row
+for each layer, a column for each expert. A blank is an expert without tokens, "." one with less
+than a quarter of the mean; ":-=+*#%" follow in steps of a quarter up to "@", twice the mean or
+more, so "+" begins at the mean. Dropped choices count. The log has choices every
+log.expert_counts_every steps.
 
 example: experts.py show runs/quickstart_moe --layer 1 -o drift.svg
 """
@@ -17,23 +18,25 @@ from megapipe.plan.moe.commands.recorded import LOG, Choices, recorded
 from megapipe.schedule.commands.arguments import none_or_more, write
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
-from megapipe.words import print_folded, ranges
+from megapipe.text import print_folded, ranges
 
-PURPOSE = "which experts a run has chosen, as a heat map"
+PURPOSE = "show which experts a run chose, as a heat map"
 SHADES = ".:-=+*#%@"
 MOST = 2.0
-"""Times the mean from which on all is as dark."""
+"""Load, in multiples of the mean, from which an expert gets the darkest shade."""
 LEFT, TOP, HEIGHT, RIGHT = 76, 30, 18, 170
 WIDEST, WHOLE = 18, 1400
 
 
 def add(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="of the run")
-    parser.add_argument("--step", type=none_or_more, metavar="N", help="(the last that has any)")
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="folder of the run")
     parser.add_argument(
-        "--layer", type=none_or_more, metavar="N", help="rows are the steps of this layer"
+        "--step", type=none_or_more, metavar="N", help="step to show (the newest with choices)"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write an SVG")
+    parser.add_argument(
+        "--layer", type=none_or_more, metavar="N", help="show the steps of this layer as rows"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write an SVG file")
 
 
 def run(given: argparse.Namespace) -> None:
@@ -48,11 +51,11 @@ def run(given: argparse.Namespace) -> None:
 
 
 class Row(NamedTuple):
-    """A layer in a step."""
+    """A row of the drawing: the experts of a layer in a step."""
 
     label: str
     loads: Sequence[float]
-    """The choices of each expert by their mean."""
+    """Number of choices of each expert, relative to the layer's mean."""
 
     @classmethod
     def of(cls, label: str, choices: Sequence[int]) -> "Row":
@@ -60,37 +63,37 @@ class Row(NamedTuple):
         return cls(label, [each / mean for each in choices])
 
     @property
-    def told(self) -> str:
-        """In words."""
+    def summary(self) -> str:
+        """The largest load and the number of experts without tokens, in words."""
         return f"largest {max(self.loads):.2f}, {self.loads.count(0)} without"
 
 
 def _rows(
     path: Path, choices: Choices, step: int | None, layer: int | None
 ) -> tuple[str, list[Row]]:
-    """The title of a drawing, and its rows."""
+    """Return the title and the rows of a drawing."""
     if step is not None and step not in choices:
         raise ConfigError(f"--step {step}: {path} has the choices of steps {ranges(choices)}")
     if layer is None:
         step = max(choices) if step is None else step
         rows = [Row.of(f"layer {each}", own) for each, own in choices[step].items()]
-        return f"step {step}: choices of each expert by the mean of its layer", rows
+        return f"step {step}: choices of each expert, relative to the mean of its layer", rows
     if step is not None:
-        raise ConfigError("--step goes without --layer, whose rows are all steps")
+        raise ConfigError("--step cannot be combined with --layer, which shows all steps")
     layers = choices[max(choices)]
     if layer not in layers:
         raise ConfigError(f"--layer {layer} has no experts: expected one of {ranges(layers)}")
     own = {each: choices[each][layer] for each in sorted(choices) if layer in choices[each]}
     rows = [Row.of(f"step {each}", counts) for each, counts in own.items()]
-    return f"layer {layer}: choices of each expert by their mean", rows
+    return f"layer {layer}: choices of each expert, relative to their mean", rows
 
 
 def text(rows: Sequence[Row]) -> Iterator[str]:
-    """A character for each expert, between bars."""
+    """Yield the drawing as text: a line per row, with one character per expert between bars."""
     width, most = max(len(row.label) for row in rows), max(len(row.loads) for row in rows)
     for row in rows:
         drawn = f"|{''.join(map(_shade, row.loads))}|".ljust(most + 2)
-        yield f"{row.label.rjust(width)} {drawn} {row.told}"
+        yield f"{row.label.rjust(width)} {drawn} {row.summary}"
 
 
 def _shade(load: float) -> str:
@@ -99,7 +102,7 @@ def _shade(load: float) -> str:
 
 
 def scene(title: str, rows: Sequence[Row]) -> Scene:
-    """A cell for each expert, darker the more it was chosen."""
+    """Draw one cell per expert and row; a cell is darker if the expert was chosen more often."""
     most = max(len(row.loads) for row in rows)
     cell = min(WIDEST, WHOLE / most)
     drawn = Scene(LEFT + cell * most + RIGHT, TOP + HEIGHT * len(rows) + 8)
@@ -111,5 +114,5 @@ def scene(title: str, rows: Sequence[Row]) -> Scene:
             fill = mixed(load / MOST) if load else IDLE
             drawn.shapes.append(Rectangle(LEFT + cell * expert, y, cell, HEIGHT - 1, fill))
         end = LEFT + cell * len(row.loads) + 6
-        drawn.shapes.append(Words(end, y + 13, row.told, size=10, anchor="start"))
+        drawn.shapes.append(Words(end, y + 13, row.summary, size=10, anchor="start"))
     return drawn

@@ -1,19 +1,19 @@
-"""Lists every form of experts.dispatch (all_to_all, hierarchical, all_gather, fetch) for a layer
-with experts, in 1 to 8 chunks and in each order, the fastest first: bytes that a rank sends
-per layer and micro-batch, forward and backward, within its node and to others, and the time of
-both by simulation. Speeds are those of parallel.node_gb_s, network_gb_s and per_node, log.device
-and log.efficiency; of a device that is not known, such as a CPU, log.peak_tflops is needed. The
-column "wait" is the longest that an exchange waits for dense gradients which are reduced meanwhile,
-in pieces of optimizer.reduce_chunk_mib.
+"""Lists every experts.dispatch (all_to_all, hierarchical, all_gather, fetch) for an MoE layer, in 1
+to 8 chunks and in each order, the fastest first. It shows the bytes that a rank sends per layer and
+micro-batch, forward and backward, within its node and to other nodes, and the simulated time of
+both passes. Speeds are those of plan.intra_node_gb_s, plan.inter_node_gb_s,
+parallel.ranks_per_node, plan.device and plan.time_factor; for a CPU, set plan.peak_tflops. The
+column "wait" is the longest time that an exchange waits for a bucket of gradients
+(optimizer.bucket_mib) on the same link.
 
-example: experts.py simulate configs/mixtral_8x7b.yaml parallel.per_node=4 --latency-us 20
+example: experts.py simulate configs/mixtral_8x7b.yaml parallel.ranks_per_node=4 --latency-us 20
 """
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megapipe.cli import parse
+from megapipe.cli import configured
 from megapipe.command_line import Parser
 from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
@@ -21,16 +21,16 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_keys
-from megapipe.plan.demand import milliseconds, size_text
 from megapipe.plan.listing import add_forms, print_list
 from megapipe.plan.measurements import BY_UNITS
-from megapipe.plan.moe.choice import DispatchCost, costs
-from megapipe.plan.moe.time import AssumedCosts
+from megapipe.plan.memory_fit import milliseconds, size_text
+from megapipe.plan.moe.dispatch_options import DispatchCost, costs
+from megapipe.plan.moe.moe_layer_time import AssumedCosts
 from megapipe.plan.units import Units
 from megapipe.schedule.commands.arguments import count, none_or_more, number
-from megapipe.words import divisors_hint, print_folded, ranges, table
+from megapipe.text import divisors_hint, print_folded, ranges, table
 
-PURPOSE = "all ways to exchange rows with experts, with what they cost"
+PURPOSE = "list all dispatch modes with their costs"
 HEADINGS = (
     *("dispatch", "chunks", "order", "in node", "to others"),
     *("F ms", "I ms", "exposed", "wait ms"),
@@ -39,33 +39,31 @@ HEADINGS = (
 
 def add(parser: Parser) -> None:
     add_keys(parser, "parallel.ep or parallel.etp")
-    parser.add_argument(
-        "--layer", type=none_or_more, metavar="N", help="one with experts (the first of them)"
-    )
+    parser.add_argument("--layer", type=none_or_more, metavar="N", help="one MoE layer (the first)")
     parser.add_argument(
         "--latency-us",
         type=number,
         metavar="N",
-        help="microseconds that an exchange of nothing takes (parallel.latency_us)",
+        help="microseconds of an empty exchange (plan.link_latency_us)",
     )
     parser.add_argument(
-        "--copy-gb-s",
+        "--permute-gb-s",
         type=number,
         default=0,
         metavar="N",
-        help="GB/s at which a device reads and writes rows to put them in order (0: at once)",
+        help="GB/s with which a device permutes rows (0: no time)",
     )
     parser.add_argument(
-        "--rows", type=count, default=24, metavar="N", help="of the table (%(default)s)"
+        "--rows", type=count, default=24, metavar="N", help="rows of the table (%(default)s)"
     )
-    add_forms(parser, "print all as CSV, in bytes and seconds")
+    add_forms(parser, "print the whole table as CSV, in bytes and seconds")
 
 
 def run(given: argparse.Namespace) -> None:
-    config, layout = resolve(parse(given.keys).config, None, None, measure=BY_UNITS)
+    config, layout = resolve(configured(given.keys), None, None, measure=BY_UNITS)
     layer = layer_of(layout, given.layer)
-    latency = config.parallel.latency_us if given.latency_us is None else given.latency_us
-    assumed = AssumedCosts(float(latency) / 1e6, float(given.copy_gb_s))
+    latency = config.plan.link_latency_us if given.latency_us is None else given.latency_us
+    assumed = AssumedCosts(float(latency) / 1e6, float(given.permute_gb_s))
     found = costs(Units(config, layout), known_speeds(config), layer, assumed)
     if not print_list(given, [plain(cost) for cost in found]):
         print_folded(
@@ -80,10 +78,10 @@ def run(given: argparse.Namespace) -> None:
 
 
 def layer_of(layout: Layout, given: int | None) -> int:
-    """A layer whose experts are split over ranks. Raises :class:`ConfigError`."""
+    """Return the MoE layer to simulate. Raises :class:`ConfigError` without expert parallelism."""
     layers = list(layout.model.experts())
     if not layers:
-        raise ConfigError("no layer has experts: expected model.moe.experts=2 or more")
+        raise ConfigError("no MoE layer: expected model.moe.num_experts of 2 or more")
     if layout.ep_ranks == 1:
         block = layout.dp_cp * layout.tp
         raise ConfigError(
@@ -99,25 +97,25 @@ def layer_of(layout: Layout, given: int | None) -> int:
 
 
 def in_training(found: Sequence[DispatchCost], own: ExpertsConfig) -> str:
-    """The fastest of what a run does, and the place of the configured one among these."""
-    ways = [(cost.dispatch, cost.chunks) for cost in found if cost.trained]
-    dispatch, chunks = ways[0]
-    configured = own.dispatch, own.chunks
-    place = "not among them"
-    if configured in ways:
-        place = f"number {1 + ways.index(configured)} of {len(ways)}"
+    """Name the fastest option that training can use, and how the configured one compares."""
+    options = [(cost.dispatch, cost.chunks) for cost in found if cost.trained]
+    dispatch, chunks = options[0]
+    configured = own.dispatch, own.overlap_chunks
+    position = "not among them"
+    if configured in options:
+        position = f"number {1 + options.index(configured)} of {len(options)}"
     return (
-        f"fastest in training: experts.dispatch={dispatch} experts.chunks={chunks}; "
-        f"this configuration: {place}"
+        f"fastest in training: experts.dispatch={dispatch} experts.overlap_chunks={chunks}; this "
+        f"configuration: {position}"
     )
 
 
 def plain(cost: DispatchCost) -> dict[str, Any]:
-    """A way with its costs, in bytes and seconds."""
-    told = cost._asdict()
+    """Return a dispatch option as a JSON or CSV record, in bytes and seconds."""
+    record = cost._asdict()
     for name in ("seconds", "exposed"):
-        told |= {f"{name}_{what}": value for what, value in told.pop(name).items()}
-    return told
+        record |= {f"{name}_{what}": value for what, value in record.pop(name).items()}
+    return record
 
 
 def _row(cost: DispatchCost) -> list[str]:

@@ -21,16 +21,18 @@ def test_several_processes_and_saved_data_sets(
 ) -> None:
     import datasets
 
-    from megapipe.data.corpus import dividing
+    from megapipe.data.corpus import corpus_shards
 
     rows = rows_of_all_sizes()
-    config = settings(tmp_path, rows, CHATML, workers=2)
+    config = settings(tmp_path, rows, CHATML, tokenizer_workers=2)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     in_other_files(config, tmp_path, "saved")
     for name, value in (("PART", 600), ("MOST_PARTS", 10**6)):
-        monkeypatch.setattr(dividing, name, value)
-    assert len([*dividing.parts(config)]) > 5
+        monkeypatch.setattr(corpus_shards, name, value)
+    assert len([*corpus_shards.parts(config)]) > 5
     in_other_files(config, tmp_path, "rows.jsonl")
-    config = settings(tmp_path, [*rows[:35], chat("a question alone"), *rows], CHATML, workers=2)
+    config = settings(
+        tmp_path, [*rows[:35], chat("a question alone"), *rows], CHATML, tokenizer_workers=2
+    )
     with pytest.raises(DataError, match=r"rows\.jsonl: line 36: .* has no message of role 'assis"):
         prepare_examples(config, BYTE, progress=False)

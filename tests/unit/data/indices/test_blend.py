@@ -16,7 +16,7 @@ from megapipe.errors import ConfigError, DataError
 
 
 def furthest_behind(shares: Sequence[float], size: int) -> list[list[int]]:
-    """The source of each sample, and its number there."""
+    """Take each sample from the source furthest behind; return the sources, and numbers in them."""
     taken = [0] * len(shares)
     sources, numbers = [], []
     for sample in range(size):

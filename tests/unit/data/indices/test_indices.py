@@ -22,7 +22,7 @@ from megapipe.errors import ConfigError, DataError
 
 @pytest.fixture
 def file(tmp_path: Path) -> TokenFile:
-    """150 sequences of 0 to 36 tokens, of which token i of sequence k is 7i mod 1000 + k."""
+    """Write 150 sequences of 0 to 36 tokens; token i of sequence k is 7i mod 1000 + k."""
     numbers = np.arange(150)
     lengths = numbers**2 % 37 * (numbers % 5 > 0)
     with TokenWriter(tmp_path / "x", np.dtype("<u2")) as writer:
@@ -76,14 +76,14 @@ def test_a_place_is_that_of_the_token(file: TokenFile, tmp_path: Path) -> None:
         sample = dataset.labelled(index)
         for at in (0, 1, 30, 59):
             for ids, label in ((sample.tokens, False), (sample.labels, True)):
-                place = dataset.place(index, at, label=label)
+                place = dataset.describe_position(index, at, label=label)
                 position = int(place.removeprefix("position ").removesuffix(f" of {file.path}"))
                 assert file.tokens[position] == ids[at]
     for wrong in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"sample {wrong} of {len(dataset)}"):
             dataset.labelled(wrong)
     with pytest.raises(IndexError, match="token 61 behind the end"):
-        dataset.place(0, 61, label=False)
+        dataset.describe_position(0, 61, label=False)
 
 
 def test_they_are_made_once(file: TokenFile, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_they_are_made_once(file: TokenFile, tmp_path: Path) -> None:
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -126,7 +126,7 @@ def test_damage(file: TokenFile, tmp_path: Path) -> None:
     overwritten = whole[:20] + b"\0" + whole[21:], whole.replace(b"}", b"(", 1)
     for content in (whole[:-1], whole[:20], b"", b"x" * len(whole), *overwritten):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* made again"):
+        with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* is rebuilt"):
             open_indices(file, request, tmp_path / "c")
     header = {"descr": "<i4", "fortran_order": False, "shape": (2**60, 2)}
     with path.open("wb") as file_of_objects:
@@ -137,7 +137,7 @@ def test_damage(file: TokenFile, tmp_path: Path) -> None:
     for content in (objects, path.read_bytes() + whole[128:]):
         path.write_bytes(content)
         began = time.process_time()
-        with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* made again"):
+        with pytest.raises(DataError, match=r"sample_index\.npy is damaged: remove .* is rebuilt"):
             open_indices(file, request, tmp_path / "c")
         assert time.process_time() - began < 1
     assert not (tmp_path / "canary").exists()

@@ -12,7 +12,7 @@ from megapipe.errors import ConfigError, DataError
 
 
 def walked(lengths: list[int], documents: list[int], sequence_length: int, rows: int) -> list:
-    """From each row on through the documents until L + 1 tokens have been seen."""
+    """Walk from each row on through the documents until L + 1 tokens have been seen."""
     found = [[0, 0]]
     at, place = 0, 0
     while len(found) <= rows:

@@ -11,7 +11,7 @@ from megapipe.data.packing.best_fit import best_fit
 
 
 def rooms_left(lengths: list[int], room: int) -> list[int]:
-    """Best fit, one piece at a time: the longest first, into the fullest sample that takes it."""
+    """Fit pieces one at a time: the longest first, into the fullest sample that takes it."""
     left: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [r for r in left if r >= length]

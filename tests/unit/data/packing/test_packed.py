@@ -20,7 +20,7 @@ LENGTHS = (3, 40, 1, 17, 18, 2, 9, 9, 0, 33, 5, 16, 1, 4)
 
 
 def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS) -> TokenFile:
-    """Documents of these numbers of tokens, which count on from 0 through the file."""
+    """Write documents of these lengths, whose tokens count on from 0 through the file."""
     with TokenWriter(prefix, token_type(1000), 1000) as writer:
         for start, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
             writer.add(np.arange(start, start + length))
@@ -34,7 +34,7 @@ def dataset(folder: Path, sequences: range | None = None, length: int = L) -> Pa
 
 
 def labels_of(lengths: tuple[int, ...]) -> Counter[int]:
-    """Every token but the first of its document."""
+    """Count the labels: every token but the first of its document."""
     ends = np.cumsum(lengths)
     return Counter(
         token
@@ -99,11 +99,13 @@ def test_places_are_those_of_the_file(tmp_path: Path) -> None:
         sample = packed.labelled(number)
         for at in range(L):
             if not sample.mask[at]:
-                assert packed.place(number, at, label=False).startswith("padding of sample")
+                assert packed.describe_position(number, at, label=False).startswith(
+                    "padding of sample"
+                )
                 continue
             for label, value in ((False, sample.tokens[at]), (True, sample.labels[at])):
                 expected = f"position {value} of {tmp_path / 'x.bin'}"
-                assert packed.place(number, at, label=label) == expected
+                assert packed.describe_position(number, at, label=label) == expected
     with pytest.raises(IndexError):
         packed.labelled(len(packed))
 
@@ -117,7 +119,7 @@ def test_it_is_made_once_and_checked(tmp_path: Path) -> None:
     assert all(a[:].tolist() == b[:].tolist() for a, b in zip(first, again, strict=True))
     assert folder.stat().st_mtime_ns == made
     np.save(folder / "starts.npy", np.zeros(3, "<i8"))
-    with pytest.raises(DataError, match=r"starts\.npy is damaged: bytes 0 to 152 are not"):
+    with pytest.raises(DataError, match=r"starts\.npy is damaged: bytes 0 to 152 do not"):
         open_packing(stream, PackingRule(L), tmp_path / "cache")
     np.save(folder / "starts.npy", np.zeros(3, "<i4"))
     with pytest.raises(DataError, match=r"starts.npy has shape \(3,\) of int32, not"):
@@ -132,7 +134,7 @@ def test_an_older_one_without_checksums_that_is_damaged(tmp_path: Path, length: 
     np.save(folder / "lengths.npy", np.full(len(packed.packing.lengths), length, "<i4"))
     packing = open_packing(Stream.of(packed.file), PackingRule(L), tmp_path / "cache")
     again = PackedDataset(packed.file, packing, L, EOD)
-    with pytest.raises(DataError, match=r"is damaged: sample \d+ has pieces of \d+ positions in a"):
+    with pytest.raises(DataError, match=r"is damaged: sample \d+ has pieces of \d+ positions in t"):
         [again.labelled(number) for number in range(len(again))]
 
 

@@ -23,7 +23,7 @@ TALK = conversation("!Be kind.", "Hi", "Hello", "Bye", " So long ")
 
 
 def shown(folder: Path, rows: list[Any], template: str | None = None, **given: Any) -> list[str]:
-    """Examples as texts, labels in brackets; the end mark is a bar."""
+    """Return the examples as texts, labels in brackets; the end mark is a bar."""
     config = settings(folder, rows, template, **given)
     found = []
     for ids, labels in stored(prepare_examples(config, BYTE, progress=False), 257):
@@ -36,7 +36,7 @@ def shown(folder: Path, rows: list[Any], template: str | None = None, **given: A
 
 
 @pytest.mark.parametrize(
-    ("train_on", "template", "expected"),
+    ("loss_turns", "template", "expected"),
     [
         (
             "all",
@@ -87,10 +87,10 @@ def shown(folder: Path, rows: list[Any], template: str | None = None, **given: A
         ),
     ],
 )
-def test_conversations(train_on: str, template: str, expected: str, tmp_path: Path) -> None:
+def test_conversations(loss_turns: str, template: str, expected: str, tmp_path: Path) -> None:
     if template == FORGETFUL:  # of the prompt for the last turn, the last message is another
         template = template.replace("loop.last", "loop.last and m['role'] == 'assistant'")
-    assert shown(tmp_path, [{"messages": TALK}], template, train_on=train_on) == [expected]
+    assert shown(tmp_path, [{"messages": TALK}], template, loss_turns=loss_turns) == [expected]
 
 
 def test_other_turns(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_digest_follows_what_decides_labels(tmp_path: Path) -> None:
         prepare_examples(config.model_copy(update=given), BYTE, progress=False).digest
         for given in (
             {},
-            {"train_on": "last"},
+            {"loss_turns": "last"},
             {"chat_template": str(tmp_path / "llama.jinja")},
             {"prompt_field": "q"},
         )
@@ -224,25 +224,25 @@ GOOD = {"prompt": "a", "completion": "b"}
         ({"text": "x"}, None, "has neither 'messages' (data.messages_field) nor 'prompt' and "),
         ({"prompt": "x"}, None, "'completion' (data.prompt_field, data.completion_field); it has"),
         ({}, None, "it has: nothing"),
-        (["x"], None, "holds a list, no object with fields"),
+        (["x"], None, "holds a list, not an object with fields"),
         ({"prompt": 3, "completion": "x"}, None, "'prompt' (data.prompt_field) holds a number, no"),
         ({"prompt": "x", "completion": ""}, None, "'completion' (data.completion_field) is empty"),
         (chat("a", "b"), None, "a conversation needs a chat template, which tokenizer 'byte' does"),
-        ({"messages": "hi"}, CHATML, "(data.messages_field) holds a text, no list of messages"),
-        ({"messages": ["hi"]}, CHATML, "message 1 is a text, no object with a role"),
+        ({"messages": "hi"}, CHATML, "(data.messages_field) holds a text, not a list of messages"),
+        ({"messages": ["hi"]}, CHATML, "message 1 is a text, not an object with a role"),
         ({"messages": [{"content": "hi"}]}, CHATML, "message 1 has no role: expected system, user"),
         (
             {"messages": [{"role": "user", "content": 7}]},
             CHATML,
-            "message 1 has a content of a number, no text",
+            "message 1 has a content of a number, not text",
         ),
-        (chat("only the user"), CHATML, "has no message of role 'assistant': nothing is to be"),
+        (chat("only the user"), CHATML, "has no message of role 'assistant': there is nothing to"),
         ({"messages": []}, CHATML, "has no message of role 'assistant'"),
-        (chat("A", "B", "C", "D"), FORGETFUL, "the chat template writes message 2, or what is bef"),
+        (chat("A", "B", "C", "D"), FORGETFUL, "the chat template renders message 2, or an earlier"),
         (
             chat("A", "B", "C", "D"),
             FORGETFUL.replace("loop.last", "loop.last or m['role'] == 'user'"),
-            "the chat template writes message 2, or what is before it, otherwise when the conv",
+            "the chat template renders message 2, or an earlier one, differently once the con",
         ),
         (
             chat("a", "b"),
@@ -258,7 +258,7 @@ GOOD = {"prompt": "a", "completion": "b"}
         (
             chat("a", "b"),
             "{% for m in messages if false %}{% generation %}x{% endgeneration %}{% endfor %}",
-            "the chat template marks nothing of it with {% generation %}",
+            "the chat template marks no part of it with {% generation %}",
         ),
     ],
 )
@@ -286,7 +286,7 @@ def test_corpora_that_have_no_examples(tmp_path: Path) -> None:
         row_group_size=2,
     )
     for name, given, words in (
-        ("t.txt", {}, r"t\.txt: it has no rows, as \.jsonl, \.ndjson, \.json, \.parquet have"),
+        ("t.txt", {}, r"t\.txt has no rows: expected \.jsonl, \.ndjson, \.json, \.parquet"),
         ("p.parquet", {}, r"p\.parquet has neither 'messages' .* it has: prompt, answer"),
         ("q.parquet", {}, r"q\.parquet: row 5: field 'completion' .* holds null"),
         ("rows.jsonl", {"validation_fraction": 0.1}, "has a single row: nothing to hold out"),

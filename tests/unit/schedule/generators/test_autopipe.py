@@ -20,7 +20,7 @@ TIMES = [(1, 2), (1, 1), (2, 3), (1, 3), (3, 2)]
 
 
 def with_halves(ranks, microbatches, halved):
-    """The schedule with any number of micro-batches in halves."""
+    """Build the schedule with any number of micro-batches in halves."""
     return Schedule(
         "halves",
         loop(ranks),

@@ -6,7 +6,13 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
-from megapipe.schedule.generators.blocks import BuildingBlock, alive, drop_weights, peak, repeat
+from megapipe.schedule.generators.blocks import (
+    BuildingBlock,
+    alive,
+    peak,
+    place_weight_grads,
+    repeat,
+)
 from megapipe.schedule.generators.v_family import (
     one_f_one_b_v_block,
     v_half_block,
@@ -23,7 +29,7 @@ SIZES = [(p, m) for p in range(1, 9) for m in (1, 2, p, 2 * p, 3 * p + 2)]
 
 
 def hopping(ranks, forward, backward, kinds=(Kind.I, Kind.W), behind=0):
-    """One chunk per rank; so many slots from rank to rank; W `behind` periods later per rank."""
+    """Build a block of one chunk per rank, in which W is `behind` periods later per rank."""
     last = forward * (ranks - 1)
     slots = {}
     for rank in range(ranks):
@@ -36,7 +42,7 @@ def hopping(ranks, forward, backward, kinds=(Kind.I, Kind.W), behind=0):
 
 
 def looping(ranks, chunks, forward, backward, kinds):
-    """p micro-batches per group, chunk after chunk."""
+    """Build a block of p micro-batches per group, chunk after chunk."""
     slots = {}
     turn = forward * (ranks - 1) + 3 * (chunks - 1) * ranks + 1
     for rank, chunk, microbatch in product(range(ranks), range(chunks), range(ranks)):
@@ -100,7 +106,7 @@ def test_weights_go_to_the_first_free_slots_after_their_inputs():
     hops = [1, 1, 1]
     block = vee_block(2, hops, 1, hops)
     assert [str(op) for op in block.pending] == ["3W0", "2W0", "1W0", "0W0"]
-    dropped = drop_weights(block)
+    dropped = place_weight_grads(block)
     assert dropped.pending == []
     added = {str(op): slot for op, slot in dropped.slots.items() if op not in block.slots}
     assert added == {"3W0": 5, "2W0": 9, "1W0": 10, "0W0": 8}
@@ -113,13 +119,13 @@ def test_weights_go_to_the_first_free_slots_after_their_inputs():
 def test_no_slot_left_for_a_weight_gradient():
     slots = {Op(Kind.F, 0, 0): 0, Op(Kind.I, 0, 0): 1}
     with pytest.raises(ScheduleError, match="rank 0 has no free slot for 0W0 in a period of 2"):
-        drop_weights(BuildingBlock(loop(1), 2, slots))
+        place_weight_grads(BuildingBlock(loop(1), 2, slots))
 
 
 def test_peaks_need_weight_gradients():
     block = vee_block(2, [1, 1, 1], 1, [1, 1, 1])
     for measure in (peak, alive):
-        with pytest.raises(ScheduleError, match="3W0 has no slot yet; use drop_weights first"):
+        with pytest.raises(ScheduleError, match="3W0 has no slot yet; call place_weight_grads f"):
             measure(block)
 
 
@@ -128,10 +134,10 @@ def test_peaks_need_weight_gradients():
     [
         ({(Kind.F, 1): None}, "1F0 is missing; each stage needs it"),
         ({(Kind.B, 0): None}, "0I0 is missing; each stage needs it"),
-        ({(Kind.F, 1): 0}, "1F0 is in slot 0; it needs 0F0, so its first slot is 1"),
-        ({(Kind.B, 1): 1}, "1B0 is in slot 1; it needs 1F0, so its first slot is 2"),
-        ({(Kind.B, 0): 3}, "0B0 is in slot 3; it needs 1B0, so its first slot is 4"),
-        ({(Kind.B, 0): 5}, "0F0 meet on rank 0 in slot 0 of the period of 3; operations of a ran"),
+        ({(Kind.F, 1): 0}, "1F0 is in slot 0; it needs 0F0, so its earliest possible slot is 1"),
+        ({(Kind.B, 1): 1}, "1B0 is in slot 1; it needs 1F0, so its earliest possible slot is 2"),
+        ({(Kind.B, 0): 3}, "0B0 is in slot 3; it needs 1B0, so its earliest possible slot is 4"),
+        ({(Kind.B, 0): 5}, "0F0 are both on rank 0 in slot 0 of the period of 3; a rank has one"),
     ],
 )
 def test_what_is_no_block(change, message):

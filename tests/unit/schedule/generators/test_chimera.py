@@ -29,14 +29,14 @@ def halving(p, m, **options):
 @pytest.mark.parametrize("pairs", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_all_sizes(name, pairs):
-    check_all_sizes(name, legal=lambda p: p % (2 * pairs) == 0, ranks=8, pairs=pairs)
+    check_all_sizes(name, legal=lambda p: p % (2 * pairs) == 0, ranks=8, chimera_pairs=pairs)
 
 
 def test_wrong_ranks():
     with pytest.raises(ScheduleError, match="multiple of 2, not 3; the next is 4"):
         chimera(3, 4)
     with pytest.raises(ScheduleError, match="multiple of 4, not 6; the next is 8"):
-        chimera(6, 6, pairs=2)
+        chimera(6, 6, chimera_pairs=2)
 
 
 def test_table():
@@ -85,7 +85,7 @@ def test_between_whole_units(m, equal, twice):
 )
 def test_more_pairs(p, pairs):
     for units in (1, 2, 3):
-        schedule = chimera(p, units * p, pairs=pairs)
+        schedule = chimera(p, units * p, chimera_pairs=pairs)
         assert idle(schedule, F=1, B=1) == p // pairs - 2
         assert idle(schedule, F=1, B=2) == (units + 1) * (p // pairs - 2)
         assert weight_replicas(schedule) == (2 * pairs,) * p
@@ -111,8 +111,8 @@ def test_peak_between_whole_units():
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_doubling_and_halving_leave_no_gaps(p, units, pairs):
     gap = p // pairs - 2
-    assert idle(doubling(p, 2 * units * p, pairs=pairs), F=1, B=2) == 2 * gap
-    assert idle(halving(p, units * p, pairs=pairs), F=1, B=2) == gap
+    assert idle(doubling(p, 2 * units * p, chimera_pairs=pairs), F=1, B=2) == 2 * gap
+    assert idle(halving(p, units * p, chimera_pairs=pairs), F=1, B=2) == gap
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (8, 32)])

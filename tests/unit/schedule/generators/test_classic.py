@@ -92,7 +92,7 @@ def test_breadth_first(p, m, chunks):
 
 
 def test_breadth_first_finishes_a_chunk_at_a_time():
-    """So gradients of a stage are reduced once, and early."""
+    """Gradients of a stage are therefore reduced once, and early."""
     for ops in map(build("breadth_first", ranks=4, microbatches=6).rank_ops, range(4)):
         stages = [op.stage for op in ops if op.kind == Kind.B]
         assert stages == sorted(stages, reverse=True)

@@ -12,7 +12,7 @@ from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import build
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 
 RANKS = [*range(1, 9), 11]
 EVEN = [p for p in RANKS if p % 2 == 0]
@@ -21,7 +21,7 @@ TIMES = [(1, 1, 1), (3, 3, 2), (2, 4, 2), (5, 4, 3)]
 
 
 def table(schedule, slots):
-    """Rows of cells: what each rank does in each slot; `slots` is the length by kind."""
+    """Return rows of cells: what each rank does in each slot; `slots` is the length by kind."""
     stages = schedule.placement.stages
     todo = [schedule.rank_ops(rank)[::-1] for rank in range(len(schedule.ops))]
     rows = [[] for _ in todo]

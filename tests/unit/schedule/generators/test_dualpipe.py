@@ -30,7 +30,7 @@ FORMS = {
 
 
 def idle(schedule, **times):
-    """Per rank. Times are those of a chunk."""
+    """Return the idle time of each rank. Times are those of a chunk."""
     measured = simulate(schedule, Cost(**times))
     return [measured.makespan - busy for busy in measured.busy]
 
@@ -41,7 +41,7 @@ def published(half, F, I, W, overlap_factor=Fraction(1)):  # noqa: E741
 
 
 def pairs(schedule, rank):
-    """The joined pairs of a rank, in words."""
+    """Return the joined pairs of a rank, in words."""
     ops = schedule.rank_ops(rank)
     return [f"{a}&{b}" for a, b in pairwise(ops) if a.joined]
 

@@ -19,9 +19,9 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, vee
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import all_small, references, registered
-from tests.unit.schedule.token_game import gradients_in_order, peaks
+from tests.unit.schedule.schedule_referee import gradients_in_order, peaks
 
 
 def lines(schedule):
@@ -79,7 +79,7 @@ def test_gpipe_tables_of_everything():
 
 
 def check(schedule):
-    """Proved here and by the referee, gradients in order, and exactly as large as promised."""
+    """Check that proof and referee agree, gradients are in order, and peaks are as promised."""
     report = validate(schedule)
     assert report.peak_held == schedule.activation_bound == peaks(schedule)
     assert report.bitwise_order
@@ -114,7 +114,7 @@ def test_gpipe_and_forward_only_on_any_placement(schedule):
 
 @pytest.mark.parametrize("name", names())
 def test_parameters_of_a_generator(name):
-    """Those that `build` knows, each with a default."""
+    """It takes ranks, micro-batches and only options that `build` knows."""
     assert accepts(name) >= {"ranks", "microbatches"}
     assert accepts(name) <= {"ranks", "microbatches", *OPTIONS, *HINTS}
 
@@ -146,7 +146,12 @@ def test_peaks_are_those_of_the_papers(ranks, microbatches):
 def test_names_are_sorted_and_complete():
     assert list(names()) == sorted(names())
     assert {"gpipe", "1f1b", "interleaved_1f1b", "zb_h1"} <= set(names())
-    assert accepts("interleaved_1f1b") == {"ranks", "microbatches", "chunks", "group"}
+    assert accepts("interleaved_1f1b") == {
+        "ranks",
+        "microbatches",
+        "chunks",
+        "microbatch_group_size",
+    }
 
 
 def test_a_name_is_registered_once():
@@ -162,21 +167,24 @@ def test_a_name_is_registered_once():
         ({"name": "1f1b", "chunks": 2}, "schedule 1f1b: chunks must be 1, not 2; .*interleaved_1f"),
         ({"name": "1f1b", "slices": 2}, "schedule 1f1b: slices must be 1, not 2; .*seq1f1b"),
         ({"name": "dapple", "slices": 2}, "schedule dapple: slices must be 1, not 2"),
-        ({"name": "zb_h1", "group": 2}, "schedule zb_h1: group must not be given, not 2; .*interl"),
         (
-            {"name": "zb_h1", "pairs": 1},
-            "schedule zb_h1: pairs must not be given, not 1; .*chimera",
+            {"name": "zb_h1", "microbatch_group_size": 2},
+            "schedule zb_h1: microbatch_group_size must not be given, not 2; .*interl",
+        ),
+        (
+            {"name": "zb_h1", "chimera_pairs": 1},
+            "schedule zb_h1: chimera_pairs must not be given, not 1; .*chimera",
         ),
         ({"name": "gpipe", "ranks": 0}, "schedule gpipe: ranks must be at least 1, not 0"),
         ({"name": "gpipe", "microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"name": "gpipe", "chunks": 0}, "chunks must be at least 1, not 0"),
         (
-            {"name": "interleaved_1f1b", "group": 5},
-            "group must be from 1 to microbatches = 4, not 5",
+            {"name": "interleaved_1f1b", "microbatch_group_size": 5},
+            "microbatch_group_size must be from 1 to microbatches = 4, not 5",
         ),
         (
-            {"name": "interleaved_1f1b", "chunks": 2, "group": 0},
-            "group must be at least 1, not 0",
+            {"name": "interleaved_1f1b", "chunks": 2, "microbatch_group_size": 0},
+            "microbatch_group_size must be at least 1, not 0",
         ),
     ],
 )
@@ -188,7 +196,13 @@ def test_bad_arguments_are_one_clear_line(arguments, message):
 
 def test_what_a_schedule_does_not_have_may_be_said():
     plain = build("1f1b", ranks=2, microbatches=4)
-    given = {"chunks": 1, "slices": 1, "group": None, "pairs": None, "memory_limit": 3}
+    given = {
+        "chunks": 1,
+        "slices": 1,
+        "microbatch_group_size": None,
+        "chimera_pairs": None,
+        "activation_limit": 3,
+    }
     assert build("1f1b", ranks=2, microbatches=4, **given) == plain
     with pytest.raises(TypeError, match="build has no option 'chunk'"):
         build("1f1b", ranks=2, microbatches=4, chunk=1)

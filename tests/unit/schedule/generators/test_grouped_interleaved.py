@@ -7,7 +7,7 @@ import pytest
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators import build
 from megapipe.schedule.memory import peak_held
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines
 
 NAME = "grouped_interleaved"
@@ -26,7 +26,9 @@ def test_all_sizes(chunks):
 
 @pytest.mark.parametrize("group", range(1, 7))
 def test_all_groups(group):
-    check_all_sizes(NAME, legal=lambda p: p <= 2 * group and group <= p, group=group)
+    check_all_sizes(
+        NAME, legal=lambda p: p <= 2 * group and group <= p, microbatch_group_size=group
+    )
 
 
 def test_table():
@@ -51,12 +53,14 @@ def test_idle_time_of_whole_groups(p, chunks):
 def test_peaks(p):
     assert peak_held(grouped(p, 2 * p)) == tuple(p - Fraction(rank, 2) for rank in range(p))
     for group in range(-(-p // 2), p + 1):
-        assert max(peak_held(grouped(p, 2 * p, group=group))) == Fraction(group + p, 2)
+        assert max(peak_held(grouped(p, 2 * p, microbatch_group_size=group))) == Fraction(
+            group + p, 2
+        )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])
 def test_half_groups_are_slower_and_hold_three_quarters(p):
-    whole, half = grouped(p, 4 * p), grouped(p, 4 * p, group=p // 2)
+    whole, half = grouped(p, 4 * p), grouped(p, 4 * p, microbatch_group_size=p // 2)
     assert max(peak_held(half)) == Fraction(3 * p, 4)
     assert idle(half, F=1, I=1, W=1) == Fraction(5 * p - 4, 4)
     assert idle(whole, F=1, I=1, W=1) == p - 1
@@ -65,8 +69,8 @@ def test_half_groups_are_slower_and_hold_three_quarters(p):
 def test_the_order_is_that_of_interleaved_where_that_has_the_same_warm_up():
     """A group below p has one forward per rank less ahead there too."""
     one, other = (
-        grouped(5, 12, group=4),
-        build("interleaved_1f1b", ranks=5, microbatches=12, group=4),
+        grouped(5, 12, microbatch_group_size=4),
+        build("interleaved_1f1b", ranks=5, microbatches=12, microbatch_group_size=4),
     )
     for rank in range(5):
         split = [str(op).replace("I", "B") for op in one.rank_ops(rank) if op.kind != 3]
@@ -76,5 +80,7 @@ def test_the_order_is_that_of_interleaved_where_that_has_the_same_warm_up():
 @pytest.mark.parametrize(("p", "group"), [(4, 1), (4, 5), (5, 2), (5, 6)])
 def test_group_out_of_range(p, group):
     least = -(-p // 2)
-    with pytest.raises(ScheduleError, match=f"group must be from {least} to {p}, half of the ran"):
-        grouped(p, 4, group=group)
+    with pytest.raises(
+        ScheduleError, match=f"microbatch_group_size must be from {least} to {p}, half of the ran"
+    ):
+        grouped(p, 4, microbatch_group_size=group)

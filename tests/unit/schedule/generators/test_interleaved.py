@@ -11,12 +11,16 @@ from megapipe.schedule.text import to_csv
 
 def interleaved(ranks, microbatches, chunks, group):
     return build(
-        "interleaved_1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks, group=group
+        "interleaved_1f1b",
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        microbatch_group_size=group,
     )
 
 
 def megatron(rank, ranks, microbatches, chunks, group):
-    """A rank's list by Megatron-LM's rules: order table, warm-up, pairs, cool-down."""
+    """Return a rank's list by Megatron-LM's rules: order table, warm-up, pairs, cool-down."""
     table = [
         (chunk, microbatch)
         for first in range(0, microbatches, group)
@@ -37,7 +41,7 @@ def warmup_of(ops):
 
 @st.composite
 def legal_sizes(draw):
-    """Ranks, micro-batches and group size; a last group has no fewer than there are ranks."""
+    """Draw ranks, micro-batches and group size; a last group is no smaller than the ranks."""
     ranks = draw(st.integers(1, 6))
     group = draw(st.integers(ranks, 10))
     rest = draw(st.sampled_from([0, *range(ranks, group)]))

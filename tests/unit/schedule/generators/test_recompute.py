@@ -96,7 +96,7 @@ def test_one_activation_at_a_time_and_a_recomputation_for_each_backward(name):
 
 
 def inputs_held(schedule, rank):
-    """The most micro-batches between their F and their B."""
+    """Count the most micro-batches between their F and their B."""
     held = most = 0
     for op in schedule.rank_ops(rank):
         held += (op.kind == Kind.F) - (op.kind == Kind.B)

@@ -37,7 +37,7 @@ BLOCKS = [v_min_block, v_half_block, v_zb_block, one_f_one_b_v_block]
 
 @st.composite
 def plain(draw):
-    """A schedule that can be reordered."""
+    """Draw a schedule that can be reordered."""
     p, m = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     if draw(st.booleans()):
         return repeat(draw(st.sampled_from(BLOCKS))(p), m)

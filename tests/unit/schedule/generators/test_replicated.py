@@ -29,7 +29,9 @@ COUNTS = [
 
 
 def round_robin(replicas, microbatches):
-    return build("1f1b_rr", ranks=sum(replicas), microbatches=microbatches, replicas=replicas)
+    return build(
+        "1f1b_rr", ranks=sum(replicas), microbatches=microbatches, ranks_per_stage=replicas
+    )
 
 
 def test_tables():
@@ -86,23 +88,29 @@ def test_ranks_with_equal_work_are_idle_as_in_1f1b_at_most(replicas):
     ("given", "message"),
     [
         (
-            {"ranks": 4, "replicas": [2, 1]},
-            r"replicas \[2, 1\] are 3 ranks: expected numbers that add up to all 4$",
-        ),
-        ({"ranks": 2, "replicas": []}, r"replicas \[\] are 0 ranks: expected .* all 2$"),
-        ({"replicas": [3, 0]}, r"1f1b_rr: replicas\[1\] must be at least 1, not 0"),
-        (
-            {"microbatches": 7, "replicas": [2, 1]},
-            r"must be a multiple of 2 for replicas \[2, 1\], not 7; the next is 8$",
+            {"ranks": 4, "ranks_per_stage": [2, 1]},
+            r"ranks_per_stage \[2, 1\] adds up to 3 ranks; it must add up to 4$",
         ),
         (
-            {"ranks": 5, "microbatches": 7, "replicas": [2, 3]},
-            r"must be a multiple of 6 for replicas \[2, 3\], not 7; the next is 12$",
+            {"ranks": 2, "ranks_per_stage": []},
+            r"ranks_per_stage \[\] adds up to 0 ranks; it must add up to 2$",
         ),
-        ({"microbatches": 3}, r"must be a multiple of 2 for replicas \[2, 1\], not 3; the n"),
+        ({"ranks_per_stage": [3, 0]}, r"1f1b_rr: ranks_per_stage\[1\] must be at least 1, not 0"),
         (
-            {"name": "1f1b", "replicas": [2, 1]},
-            r"schedule 1f1b: replicas must not be given, not \[2, 1\]; 1f1b_rr has it",
+            {"microbatches": 7, "ranks_per_stage": [2, 1]},
+            r"must be a multiple of 2 for ranks_per_stage \[2, 1\], not 7; the next is 8$",
+        ),
+        (
+            {"ranks": 5, "microbatches": 7, "ranks_per_stage": [2, 3]},
+            r"must be a multiple of 6 for ranks_per_stage \[2, 3\], not 7; the next is 12$",
+        ),
+        (
+            {"microbatches": 3},
+            r"must be a multiple of 2 for ranks_per_stage \[2, 1\], not 3; the n",
+        ),
+        (
+            {"name": "1f1b", "ranks_per_stage": [2, 1]},
+            r"schedule 1f1b: ranks_per_stage must not be given, not \[2, 1\]; 1f1b_rr supports it",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from megapipe.schedule.ir import KIND_MASK, Kind, packed
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
 from megapipe.schedule.timing.simulate import simulate
-from tests.unit.schedule.token_game import play
+from tests.unit.schedule.schedule_referee import play
 
 SIZES = list(product(range(1, 7), range(1, 9), range(1, 5)))  # ranks, micro-batches, slices
 
@@ -27,7 +27,7 @@ def makespan(schedule, **times):
 
 
 def warmup_of(ops):
-    """Forwards before the first backward, less the one that is paired with it."""
+    """Count forwards before the first backward, less the one that is paired with it."""
     return next(index for index, op in enumerate(ops) if op.kind == Kind.B) - 1
 
 
@@ -74,7 +74,14 @@ def test_one_slice_is_the_schedule_without(name, plain):
 
 def test_one_chunk_is_seq1f1b():
     assert (
-        build("interleaved_seq1f1b", ranks=4, microbatches=5, chunks=1, slices=3, group=2).ops
+        build(
+            "interleaved_seq1f1b",
+            ranks=4,
+            microbatches=5,
+            chunks=1,
+            slices=3,
+            microbatch_group_size=2,
+        ).ops
         == build("seq1f1b", ranks=4, microbatches=5, slices=3).ops
     )
 
@@ -122,7 +129,7 @@ def test_interleaved_runs_at_every_size():
                 microbatches=microbatches,
                 chunks=chunks,
                 slices=slices,
-                group=group,
+                microbatch_group_size=group,
             )
             report = validate(schedule)
             assert report.bitwise_order
@@ -160,7 +167,7 @@ def test_interleaved_bubble_peak_and_published_warm_up():
 
 
 def with_warmups(schedule, warmups):
-    """The same forwards and backwards, alternating after that many forwards."""
+    """Reorder each rank's forwards and backwards so that they alternate after its warm-up."""
     ops = []
     for codes, warmup in zip(schedule.ops, warmups, strict=True):
         forwards = [code for code in codes if code & KIND_MASK == Kind.F]
@@ -191,6 +198,7 @@ def test_the_published_warm_up_is_too_short_where_a_group_has_more_slices_than_r
 @pytest.mark.parametrize("group", [3, 9])
 def test_a_group_is_of_whole_micro_batches(group):
     with pytest.raises(
-        ScheduleError, match=f"group must be from 1 to microbatches = 2, not {group}"
+        ScheduleError,
+        match=f"microbatch_group_size must be from 1 to microbatches = 2, not {group}",
     ):
-        build("interleaved_seq1f1b", ranks=2, microbatches=2, slices=4, group=group)
+        build("interleaved_seq1f1b", ranks=2, microbatches=2, slices=4, microbatch_group_size=group)

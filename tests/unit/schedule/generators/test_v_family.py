@@ -15,7 +15,7 @@ from megapipe.schedule.memory import messages, peak_held, weight_replicas
 from megapipe.schedule.placement import vee
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 NAMES = ["zb_v", "v_zb", "v_half", "v_min", "1f1b_v"]

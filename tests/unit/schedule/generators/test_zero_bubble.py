@@ -16,7 +16,7 @@ from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import loop
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_times import check_all_sizes, idle, lines, timeline
 
 NAMES = ["zb_h1", "zb_h2", "zb_1p", "zb_2p"]
@@ -121,7 +121,7 @@ def test_any_times_and_any_limit(data):
     each = times | st.lists(times, min_size=p, max_size=p).map(tuple)
     cost = Cost(*(data.draw(each) for _ in "FIW"), latency=data.draw(st.just(0) | times))
     limit = data.draw(st.integers(1, 2 * p + 2))
-    made = build("zb_2p", ranks=p, microbatches=m, cost=cost, memory_limit=limit)
+    made = build("zb_2p", ranks=p, microbatches=m, cost=cost, activation_limit=limit)
     report = validate(made)
     assert report.bitwise_order
     assert max(report.peak_held) <= limit
@@ -142,7 +142,7 @@ def test_where_the_published_heuristic_fails():
 
 
 def all_lists(microbatches, limit, done=(0, 0, 0)):
-    """Every order of one rank's F, I and W, each by micro-batch, within a limit."""
+    """Yield every order of one rank's F, I and W, each by micro-batch, within a limit."""
     if done[2] == microbatches:
         yield []
     forwards, inputs, weights = done
@@ -166,22 +166,22 @@ def test_two_ranks_and_three_microbatches_are_optimal(limit, F, I, W):  # noqa: 
         )
         with suppress(ScheduleError):  # it deadlocks
             timelines.append(simulate(Schedule("any", loop(2), 3, ops), cost))
-    schedule = build("zb_2p", ranks=2, microbatches=3, cost=cost, memory_limit=limit)
+    schedule = build("zb_2p", ranks=2, microbatches=3, cost=cost, activation_limit=limit)
     made = simulate(schedule, cost)
     assert max(made.spans) == min(max(other.spans) for other in timelines)
     assert made.makespan == min(other.makespan for other in timelines)
 
 
 def test_both_limits_are_one_heuristic():
-    tight = build("zb_2p", ranks=4, microbatches=9, memory_limit=4)
+    tight = build("zb_2p", ranks=4, microbatches=9, activation_limit=4)
     assert tight.ops == build("zb_1p", ranks=4, microbatches=9).ops
-    assert tight.ops == build("zb_2p", ranks=4, microbatches=9, memory_limit=4.9).ops
+    assert tight.ops == build("zb_2p", ranks=4, microbatches=9, activation_limit=4.9).ops
 
 
 @pytest.mark.parametrize("name", ["zb_1p", "zb_2p"])
 def test_no_room(name):
     with pytest.raises(ScheduleError, match="must be at least 1 micro-batch, not 1/2"):
-        build(name, ranks=2, microbatches=2, memory_limit=Fraction(1, 2))
+        build(name, ranks=2, microbatches=2, activation_limit=Fraction(1, 2))
 
 
 PUBLISHED = [
@@ -238,7 +238,7 @@ def test_a_v_is_through_no_later_than_that_of_its_authors(p, m, times, makespan,
 @pytest.mark.parametrize("limit", [1, Fraction(5, 2), 4])
 def test_any_weighted_limit_is_kept(freed, limit):
     for p, m in ((1, 3), (3, 7), (4, 9)):
-        options = {"memory_limit": limit, "freed": freed}
+        options = {"activation_limit": limit, "freed": freed}
         schedule = build("zb_2p", ranks=p, microbatches=m, **options)
         validate(schedule)
         assert max(peak_weighted(schedule, Fraction(freed))) <= limit

@@ -37,15 +37,15 @@ TWO_HOPS: tuple[tuple[What, Resource], ...] = (
 
 
 def drawn(shape: Sequence[tuple[What, Resource]], seed: int) -> list[Step]:
-    """Steps of random lengths, some of them short."""
+    """Draw steps of random lengths, some of them short."""
     numbers = random.Random(seed)
     lengths = (numbers.random() * numbers.choice((1.0, 0.2)) for _ in shape)
     return [Step(*each, seconds) for each, seconds in zip(shape, lengths, strict=True)]
 
 
 def orders(tasks: Sequence[Task], *, chunks_in_order: bool = True) -> Iterator[Order]:
-    """Every permutation of the tasks of each resource: all, or those in which the chunks of a step
-    come one after the other, and the steps of a chunk."""
+    """Yield every permutation of the tasks of each resource: all, or those in which the chunks of a
+    step come one after the other, and the steps of a chunk."""
     steps: dict[Resource, dict[int, list[int]]] = {}
     each = len(tasks) // (1 + tasks[-1].chunk)
     for number, task in enumerate(tasks):
@@ -70,7 +70,7 @@ def _merged(lists: list[list[int]], in_their_order: bool) -> list[list[int]]:
 
 
 def brute_force(tasks: Sequence[Task], *, chunks_in_order: bool = True) -> float:
-    """The least time of all orders; of those in which tasks wait for each other there is none."""
+    """Return the least time of all orders, but for those in which tasks wait for each other."""
     best = math.inf
     for order in orders(tasks, chunks_in_order=chunks_in_order):
         try:
@@ -81,7 +81,7 @@ def brute_force(tasks: Sequence[Task], *, chunks_in_order: bool = True) -> float
 
 
 def test_a_forward_in_two_chunks() -> None:
-    """By hand: rows of the second chunk travel while the first is computed."""
+    """Computed by hand: rows of the second chunk are in flight while the first is computed."""
     steps = [
         Step("dispatch", "network", 4.0, latency=1.0),
         Step("experts", "compute", 6.0),
@@ -103,7 +103,7 @@ def test_both_links_at_once() -> None:
 
 
 def test_rules_differ() -> None:
-    """Where a chunk could come back and another leave."""
+    """They do where one chunk could be combined and another dispatched."""
     steps = [
         Step("dispatch", "network", 3.0),
         Step("experts", "compute", 3.0),
@@ -115,7 +115,7 @@ def test_rules_differ() -> None:
 
 
 def test_in_turns() -> None:
-    """As training does it: a chunk is under way when one is computed, at two hops two of them."""
+    """Training takes turns: a chunk is in flight while one is computed; with two hops, two are."""
     flat = training_order(chunked(drawn(FLAT, 0), 4))
     names = [(task.what[0], task.chunk) for task in flat.tasks]
     link = [names[number] for number in flat.order["network"]]
@@ -154,7 +154,7 @@ def test_what_arrives_at_once_is_computed_in_chunks() -> None:
 def test_no_order_of_four_chunks_is_faster(
     shape: Sequence[tuple[What, Resource]], seed: int
 ) -> None:
-    """Row 7.13 (ScheMoE): what is found equals brute force over the permutations of all tasks."""
+    """ScheMoE: what is found equals brute force over the permutations of all tasks."""
     tasks = chunked(drawn(shape, seed), 4)
     found = fastest(tasks)
     assert found.seconds == pytest.approx(brute_force(tasks), rel=1e-9)
@@ -187,7 +187,7 @@ def test_a_search_finds_what_no_list_does() -> None:
 
 
 def unordered(tasks: Sequence[Task]) -> list[Task]:
-    """The same, where chunks of a step need not come one after the other."""
+    """Let the chunks of a step come in any order."""
     return [
         task._replace(after=tuple(n for n in task.after if tasks[n].chunk == task.chunk))
         for task in tasks
@@ -209,7 +209,7 @@ def test_chunks_need_no_other_order_among_themselves() -> None:
 def test_four_chunks_need_no_other_order_either(
     shape: Sequence[tuple[What, Resource]], seed: int
 ) -> None:
-    """Row 7.13: nor does the search find a faster one where all permutations are too many."""
+    """The search without that order finds none that is faster."""
     tasks = chunked(drawn(shape, seed), 4)
     assert fastest(unordered(tasks)).seconds == pytest.approx(brute_force(tasks), rel=1e-9)
 
@@ -218,7 +218,7 @@ def test_four_chunks_need_no_other_order_either(
 def test_an_exchange_waits_for_one_piece_of_a_reduction_at_most(
     shape: Sequence[tuple[What, Resource]],
 ) -> None:
-    """Row 7.14 (Lina): and for longer where all is one bucket."""
+    """Lina: it may wait for longer where all is one bucket."""
     longer = 0
     for seed in range(20):
         numbers = random.Random(seed)
@@ -246,9 +246,9 @@ def test_reductions_elsewhere_are_not_waited_for() -> None:
 def test_orders_that_cannot_be() -> None:
     tasks = chunked(drawn(FLAT[1:], 0), 2)
     order = by_rule(tasks, "dispatch_first").order
-    with pytest.raises(ScheduleError, match=r"order of network: \[0, 4, 3\] are not its tasks"):
+    with pytest.raises(ScheduleError, match=r"order of network: \[0, 4, 3\] does not list"):
         in_order(tasks, {**order, "network": [0, 4, 3]})
-    with pytest.raises(ScheduleError, match=r"order of node: \[0\] are not its tasks \[\]"):
+    with pytest.raises(ScheduleError, match=r"order of node: \[0\] does not list each of \[\]"):
         in_order(tasks, {**order, "node": [0]})
     with pytest.raises(ScheduleError, match=r"tasks .* wait for each other in this order"):
         in_order(tasks, {**order, "network": [3, 0, 4, 7]})

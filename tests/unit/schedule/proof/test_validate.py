@@ -16,10 +16,10 @@ from megapipe.schedule.channels import Channel, channels
 from megapipe.schedule.generators import build, forward_only, gpipe_on
 from megapipe.schedule.ir import Schedule, pack, packed
 from megapipe.schedule.placement import Placement, loop, mirrored, vee
-from megapipe.schedule.proof import lists
+from megapipe.schedule.proof import rank_lists
 from megapipe.schedule.proof.validate import validate
 from megapipe.schedule.text import to_csv
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import (
     WALKS,
     accepted,
@@ -29,7 +29,7 @@ from tests.unit.schedule.schedule_cases import (
     of,
     schedules,
 )
-from tests.unit.schedule.token_game import gradients_in_order, peaks, play
+from tests.unit.schedule.schedule_referee import gradients_in_order, peaks, play
 
 BOTH = mirrored(loop(2))
 
@@ -70,7 +70,7 @@ BOTH = mirrored(loop(2))
         ),
         (
             of("0F0 0F1 0B0 0B1", 2, activation_bound=(1,)),
-            r"rank 0, op 1 \(0F1\): 2 chunk activations are held from here, more than the 1 prom",
+            r"rank 0, op 1 \(0F1\): from .*, the rank holds 2 activations, more than the 1 prom",
         ),
         (
             of("0F0 0B0/1B0 1F0"),
@@ -134,11 +134,11 @@ ZERO = {"recompute": frozenset({0})}
         (of("0F0 0R0", **ZERO), r"rank 0: 0B0 \(or an I and a W\) is missing"),
         (
             of("0F0 0F1 0R0 0R1 0B0 0B1", 2, activation_bound=(1,), **ZERO),
-            r"op 3 \(0R1\): 2 chunk act",
+            r"op 3 \(0R1\): .* holds 2 act",
         ),
         (
             of("0F0 0F1 0R0 0B1 0B0", 2, activation_bound=(1,), **ZERO),
-            r"op 3 \(0B1\): 2 chunk activ",
+            r"op 3 \(0B1\): .* holds 2 activ",
         ),
         (
             of("0F0 0B0", recompute=frozenset({1})),
@@ -163,10 +163,10 @@ def test_messages_about_recomputation(schedule, message):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (of("0F0 0B0+"), r"rank 0, op 1 \(0B0\): it is joined with the next operation; it is the"),
+        (of("0F0 0B0+"), r"rank 0, op 1 \(0B0\): it is joined with the next operation, but it is"),
         (
             of("0F0 0F1+0B0+0B1", 2),
-            r"rank 0, op 1 \(0F1\): it is joined with 0B0, which is joined with another again",
+            r"rank 0, op 1 \(0F1\): it is joined with 0B0, which is joined with a third operation",
         ),
         (
             of("0F0+0B0"),
@@ -377,7 +377,7 @@ def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, chang
         schedule = alter(schedule, rng)
     found = []
     for at_once in (1, 20, 1 << 18):
-        with mock.patch.object(lists, "AT_ONCE", at_once):
+        with mock.patch.object(rank_lists, "AT_ONCE", at_once):
             try:
                 found.append(validate(schedule))
             except ScheduleError as error:
@@ -395,8 +395,8 @@ def test_ranks_that_are_read_together_get_the_error_of_one_alone(schedule, chang
     ],
 )
 def test_six_operations_are_read_at_once_or_those_of_one_rank(lengths, together):
-    with mock.patch.object(lists, "AT_ONCE", 6):
-        assert [[*ranks] for ranks in lists._batches(lengths)] == together
+    with mock.patch.object(rank_lists, "AT_ONCE", 6):
+        assert [[*ranks] for ranks in rank_lists._batches(lengths)] == together
 
 
 @pytest.mark.full
@@ -414,7 +414,7 @@ def test_both_verdicts_are_frequent():
     rng = random.Random(0)
     verdicts = []
     for base in (
-        build("interleaved_1f1b", ranks=3, microbatches=4, chunks=2, group=2),
+        build("interleaved_1f1b", ranks=3, microbatches=4, chunks=2, microbatch_group_size=2),
         build("zb_h1", ranks=3, microbatches=4),
         forward_only(vee(3), 4),
         of("0F0 0F0.1 0I0.1 0B0 0W0.1/1F0 1F0.1 1B0.1 1B0", slices=2),

@@ -22,7 +22,12 @@ from megapipe.schedule.search.exact import solve
 )
 def test_stored_optima_are_proved(name, p, m, cost, limits, freed, objective, optimum):
     exact = solve(
-        PLACEMENTS[name](p), m, cost, memory_limit=limits, objective=objective, **accounting(freed)
+        PLACEMENTS[name](p),
+        m,
+        cost,
+        activation_limit=limits,
+        objective=objective,
+        **accounting(freed),
     )
     assert exact.proved
     assert exact.value == exact.bound == optimum
@@ -56,5 +61,5 @@ def test_span_needs_first_starts_that_no_order_delays():
 
 
 def test_a_limit_below_one_microbatch():
-    with pytest.raises(ScheduleError, match="too small; 1 micro-batches"):
-        solve(loop(2), 2, Cost(), memory_limit=Fraction(1, 2))
+    with pytest.raises(ScheduleError, match="too small; it must be at least 1, so that"):
+        solve(loop(2), 2, Cost(), activation_limit=Fraction(1, 2))

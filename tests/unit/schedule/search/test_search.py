@@ -24,7 +24,7 @@ from megapipe.schedule.search.problem import Order, Problem
 from megapipe.schedule.search.registered import registered
 from megapipe.schedule.search.stretch import stretched
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.search.optima import OPTIMA, accounting
 
 """Placement, ranks, micro-batches, objective; F; I; W by stage; latency; limits by rank; freed
@@ -45,7 +45,7 @@ STRICTLY_BETTER = [
 
 
 def uneven(f, i, w, latency, embedding, head) -> Callable[[Placement], Cost]:
-    """Even times of a full rank, an embedding before the first stage, a head after the last."""
+    """Cost even times of a full rank, an embedding before the first stage, a head at the end."""
 
     def cost(placement: Placement) -> Cost:
         def row(time, first, last):
@@ -80,7 +80,7 @@ def test_within_one_percent_of_the_proved_optimum(
         m,
         cost_of=lambda placement: cost,
         placements=[name],
-        memory_limit=limits,
+        activation_limit=limits,
         objective=objective,
         evaluations=20_000,
         **accounting(freed),
@@ -107,7 +107,7 @@ def test_strictly_better_than_every_registered_schedule(
         m,
         cost_of=uneven(*times),
         placements=[name],
-        memory_limit=limit,
+        activation_limit=limit,
         objective=objective,
         evaluations=3000,
         **accounting(freed),
@@ -125,7 +125,7 @@ def test_more_effort_finds_more():
             m,
             cost_of=lambda placement: cost,
             placements=[name],
-            memory_limit=limits,
+            activation_limit=limits,
             objective=objective,
             evaluations=evaluations,
             **accounting(freed),
@@ -165,7 +165,7 @@ def test_valid_within_the_limit_and_never_worse_than_what_is_registered(drawn):
         m,
         cost_of=lambda placement: cost,
         placements=[name],
-        memory_limit=limit,
+        activation_limit=limit,
         objective=objective,
         evaluations=120,
         **accounting(freed),
@@ -195,7 +195,7 @@ def test_the_inner_times_are_those_of_the_simulator(drawn):
         placement,
         m,
         cost,
-        memory_limit=limit,
+        activation_limit=limit,
         accounting="weighted",
         freed=freed,
         objective=objective,
@@ -218,7 +218,9 @@ def test_the_inner_times_are_those_of_the_simulator(drawn):
 @pytest.mark.parametrize("placement", [loop(4), loop(3, 2), vee(4), PLACEMENTS["wave"](2)])
 @in_parts("objective", ["makespan", "span"], default=2, full=1)
 def test_no_rule_gets_stuck_with_room_for_one_microbatch(placement, objective):
-    problem = instance(placement, 5, Cost(3, 4, 2, latency=1), memory_limit=1, objective=objective)
+    problem = instance(
+        placement, 5, Cost(3, 4, 2, latency=1), activation_limit=1, objective=objective
+    )
     for rule in rules(problem):
         schedule = problem.schedule(greedy(problem, rule))
         validate(schedule)
@@ -226,9 +228,13 @@ def test_no_rule_gets_stuck_with_room_for_one_microbatch(placement, objective):
 
 
 def test_a_limit_below_one_microbatch_names_the_smallest_that_fits():
-    with pytest.raises(ScheduleError, match=r"memory_limit 1/2 is too small.*; 1 micro-batches"):
-        search(4, 4, cost_of=lambda _: Cost(), memory_limit=Fraction(1, 2))
-    found = search(4, 4, cost_of=lambda _: Cost(), placements=["v"], memory_limit=1, evaluations=50)
+    with pytest.raises(
+        ScheduleError, match=r"activation_limit 1/2 is too small.*; it must be at least 1, so"
+    ):
+        search(4, 4, cost_of=lambda _: Cost(), activation_limit=Fraction(1, 2))
+    found = search(
+        4, 4, cost_of=lambda _: Cost(), placements=["v"], activation_limit=1, evaluations=50
+    )
     assert set(peak_held(found.schedule)) == {1}
 
 
@@ -239,7 +245,7 @@ def test_equal_arguments_give_equal_schedules():
             6,
             cost_of=uneven(12, 14, 10, 1, 1, 3),
             placements=["loop"],
-            memory_limit=Fraction(5, 2),
+            activation_limit=Fraction(5, 2),
             evaluations=500,
             seed=seed,
         )
@@ -249,7 +255,7 @@ def test_equal_arguments_give_equal_schedules():
 
 
 def test_the_best_placement_is_found():
-    found = search(4, 8, cost_of=uneven(12, 12, 12, 0, 0, 0), memory_limit=4, evaluations=200)
+    found = search(4, 8, cost_of=uneven(12, 12, 12, 0, 0, 0), activation_limit=4, evaluations=200)
     assert found.value <= 8 * 36 + 3 * 6  # idle for (p-1) operations of half a rank: zb_v
     assert found.placement.stages > 4
     alone = search(
@@ -257,7 +263,7 @@ def test_the_best_placement_is_found():
         8,
         cost_of=uneven(12, 12, 12, 0, 0, 0),
         placements=["single"],
-        memory_limit=4,
+        activation_limit=4,
         evaluations=200,
     )
     assert alone.value == 8 * 36 + 3 * 12  # idle for (p-1)(F+I-W): zb_h1
@@ -294,7 +300,7 @@ def test_progress_only_gets_better_within_a_placement():
         6,
         cost_of=uneven(12, 14, 10, 1, 1, 3),
         placements=["loop"],
-        memory_limit=Fraction(5, 2),
+        activation_limit=Fraction(5, 2),
         evaluations=500,
         progress=told.append,
     )
@@ -308,14 +314,14 @@ def test_the_bound_is_the_closed_form_where_that_is_reached():
     cost = Cost(4, 4, 4)
     for p, m in ((2, 4), (4, 9), (8, 20)):
         assert lower_bound(loop(p), m, cost, objective="span") == m * 12
-        assert lower_bound(loop(p), m, cost, memory_limit=p) == m * 12 + (p - 1) * 4
+        assert lower_bound(loop(p), m, cost, activation_limit=p) == m * 12 + (p - 1) * 4
     assert lower_bound(loop(2), 1, Cost(1, 2, 4)) == 2 * 1 + 2 * 2 + 4  # there and back, one W
 
 
 def test_a_stretched_order_repeats_the_steady_state():
     cost = Cost(3, 3, 3)
-    short = instance(loop(3), 6, cost, memory_limit=3)
-    long = instance(loop(3), 31, cost, memory_limit=3)
+    short = instance(loop(3), 6, cost, activation_limit=3)
+    long = instance(loop(3), 31, cost, activation_limit=3)
     order = short.order(build("zb_h1", ranks=3, microbatches=6))
     best = min(timed.value for timed in stretched(short, order, long, 10))
     assert (
@@ -330,7 +336,7 @@ def test_a_beam_is_exact_on_some_small_instances(row):
         PLACEMENTS[name](p),
         m,
         cost,
-        memory_limit=limits,
+        activation_limit=limits,
         objective=objective,
         **accounting(freed),
     )
@@ -341,7 +347,7 @@ def test_a_beam_is_exact_on_some_small_instances(row):
 
 
 def test_registered_schedules_that_do_not_fit_are_left_out():
-    problem: Problem = instance(loop(4), 8, Cost(), memory_limit=3)
+    problem: Problem = instance(loop(4), 8, Cost(), activation_limit=3)
     assert {each.schedule.name for each in registered(problem, REPLICAS)} >= {"zb_1p", "naive"}
     assert not {each.schedule.name for each in registered(problem, REPLICAS)} & {
         "zb_h1",
@@ -353,15 +359,18 @@ def test_registered_schedules_that_do_not_fit_are_left_out():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"placements": ["ring"]}, "placement 'ring' is unknown; the known ones are single, loop"),
+        (
+            {"placements": ["ring"]},
+            "placement 'ring' is unknown; known placements are single, loop",
+        ),
         ({"placements": []}, "no placement was given"),
         ({"placements": [loop(3)]}, "a placement has 3 ranks; the search is for 2"),
-        ({"placements": [mirrored(loop(2))]}, "its placement has 2 directions"),
+        ({"placements": [mirrored(loop(2))]}, "the placement has 2 directions; it must have one"),
         ({"objective": "speed"}, "objective must be makespan or span, not 'speed'"),
         ({"accounting": "full"}, "accounting must be held or weighted, not 'full'"),
         ({"accounting": "weighted", "freed": 2}, "freed must be from 0 to 1, not 2"),
-        ({"memory_limit": [1]}, "1 memory limits for 2 ranks"),
-        ({"memory_limit": float("inf")}, "memory_limit must be a number, not inf"),
+        ({"activation_limit": [1]}, "1 memory limits for 2 ranks"),
+        ({"activation_limit": float("inf")}, "activation_limit must be a number, not inf"),
         ({"evaluations": 0}, "evaluations must be at least 1, not 0"),
     ],
 )

@@ -10,7 +10,7 @@ from megapipe.schedule.data_parallel import ReplicaPolicy
 
 @st.composite
 def leaving(draw) -> tuple[GradBucket, ...]:
-    """Pieces of a stage's reduction."""
+    """Draw the pieces of a stage's reduction."""
     parts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     times = sorted(draw(st.tuples(*[st.fractions(0, 1, max_denominator=6)] * (len(parts) - 1))))
     shares = [Fraction(part, sum(parts)) for part in parts]
@@ -19,7 +19,7 @@ def leaving(draw) -> tuple[GradBucket, ...]:
 
 @st.composite
 def costs(draw, schedule) -> Cost:
-    """Any cost that a schedule can have."""
+    """Draw any cost that a schedule can have."""
     stages, ranks = schedule.placement.stages, schedule.placement.ranks
     times = st.integers(0, 5) if draw(st.booleans()) else st.fractions(0, 5, max_denominator=5)
     per_stage = times | st.tuples(*[times] * stages)

@@ -13,7 +13,7 @@ from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.program import Action, ActionKind, Program
 from megapipe.schedule.timing.data_parallel import Interval
-from tests.unit.schedule.token_game import home_of
+from tests.unit.schedule.schedule_referee import home_of
 
 
 class Meaning:
@@ -44,7 +44,7 @@ class Meaning:
         return time * share * self.schedule.size_of(op.microbatch)
 
     def link(self, op: Op, step: int):
-        """Time from an operation to that of the stage `step` further."""
+        """Return the time from an operation to that of the stage `step` further."""
         other = op._replace(stage=op.stage + step)
         if not 0 <= other.stage < self.stages:
             return 0
@@ -123,15 +123,15 @@ class Clocks:
                 under_way.append(over)
 
     def _pieces(self, stage: int, before: Op):
-        """Those of a reduction, which leave during the operation before it if that computes their
-        gradients."""
+        """Return the pieces of a reduction, which leave during the operation before it if that
+        computes their gradients."""
         if not self.cost.buckets:
             return [(1, 1)]
         computes = before.stage == stage and before.kind in (Kind.B, Kind.W)
         return [(after if computes else 1, share) for after, share in self.cost.buckets[stage]]
 
     def _meet(self, stage: int, rank: int, ready) -> None:
-        """The last of a stage's holders begins the reduction for all, once their lanes are free."""
+        """Begin a stage's reduction once the last holder has come and all lanes are free."""
         if not self.meaning.of_stage("reduce", stage):
             return
         come = self._come[stage]
@@ -155,7 +155,7 @@ class Clocks:
         return left + self.meaning.link(other, 1 if forward else -1)
 
     def _collective(self, what: str, stage: int, rank: int, ready, share=1):
-        """When it has ended, if it begins as soon as it is ready and the lane is free."""
+        """Return when a collective ends that begins once it is ready and the lane is free."""
         time = share * self.meaning.of_stage(what, stage)
         if not time:
             return ready
@@ -169,8 +169,8 @@ class Clocks:
 def grouped(
     schedule: Schedule, program: Program, policy: ReplicaPolicy
 ) -> list[tuple[list[Action], list[Op], list[tuple[Action, Op | None]]]]:
-    """A rank's program: its operations, joined ones together, each group with what comes before it
-    and the reductions after it, with the operation before each."""
+    """Group a rank's program: its operations, joined ones together, each group with what comes
+    before it and the reductions after it, with the operation before each."""
     (whole,) = with_zero_actions(
         [program],
         schedule,

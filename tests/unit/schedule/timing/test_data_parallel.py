@@ -12,10 +12,10 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, GradBucket
 from megapipe.schedule.data_parallel import ReplicaPolicy
 from megapipe.schedule.generators import build, forward_only
-from megapipe.schedule.holders import shared_reductions
 from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import Placement, loop, mirrored
 from megapipe.schedule.search import search
+from megapipe.schedule.shared_reductions import shared_reductions
 from megapipe.schedule.timing.data_parallel import Interval
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.opportunistic import deviate
@@ -119,7 +119,7 @@ def test_all_holders_of_a_stage_reduce_together_when_the_last_is_through():
 
 
 def lazily(schedule, cost):
-    """When all is over if what several ranks hold is reduced after all operations."""
+    """Return when all is over if what several ranks hold is reduced after all operations."""
     placement, alone = schedule.placement, simulate(schedule, cost.without_replicas())
     free = [ends[-1] for ends in alone.ends]
     for stage in range(placement.stages):

@@ -17,7 +17,7 @@ from megapipe.schedule.ir import Kind
 from megapipe.schedule.placement import loop, mirrored, replicated, vee
 from megapipe.schedule.timing.idle import Idle, idle, typical_latency
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import WALKS, counted_rounds, of, schedules
 from tests.unit.schedule.timing.cost_strategies import POLICIES, costs
 from tests.unit.schedule.timing.longest_paths import Clocks
@@ -68,7 +68,11 @@ def test_breadth_first_divides_the_bubble_by_the_chunks(p, more, v, f, b):
 )
 def test_interleaved_outside_megatrons_limits(ranks, microbatches, chunks, group, makespan):
     schedule = build(
-        "interleaved_1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks, group=group
+        "interleaved_1f1b",
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        microbatch_group_size=group,
     )
     assert simulate(schedule).makespan == makespan
 

@@ -181,7 +181,7 @@ def test_the_typical_latency_is_exact():
 
 
 def test_an_order_for_decimals_of_17_digits_is_that_for_the_same_fractions():
-    """Of costs in whole ticks of 64 bits and 2^80 times these, which need limbs."""
+    """Costs are in whole ticks of 64 bits, and 2^80 times these, which need limbs."""
     cost = Cost(F=366, I=1234, W=500, latency=50)
     many = Cost(F=366 << 80, I=1234 << 80, W=500 << 80, latency=50 << 80)
     orders = [build("zb_v", ranks=4, microbatches=12, cost=each).ops for each in (cost, many)]

@@ -19,7 +19,7 @@ from megapipe.schedule.timing.data_parallel import Interval
 from megapipe.schedule.timing.idle import idle
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import simulate
-from tests.parity.marks import in_parts
+from tests.parity.tiers import in_parts
 from tests.unit.schedule.schedule_cases import all_small, of
 
 DEPTH_FIRST = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
@@ -30,7 +30,7 @@ def spans(intervals):
 
 
 def timed(text, microbatches=1, placement=None, **given):
-    """`given`: costs, and fields of the policy."""
+    """Simulate a schedule; `given` has costs and fields of the policy."""
     policy = {what: given.pop(what) for what in ReplicaPolicy._fields if what in given}
     cost = Cost(**{"F": 1, "B": 2} | given)
     return simulate(of(text, microbatches, placement), cost, ReplicaPolicy(**policy))
@@ -149,7 +149,7 @@ def test_breadth_first_reduces_and_gathers_least():
 
 
 def cases():
-    """Every registered schedule at the largest of a few small sizes, and a validation pass."""
+    """Yield every registered schedule at the largest of some small sizes, and a validation."""
     yield forward_only(loop(2, 2), 3)
     for name in names():
         largest = {}
@@ -164,7 +164,7 @@ def schedules():
 
 
 def actions_of(schedule, policy):
-    """By (what, stage, rank), from the programs that the executor runs."""
+    """Count actions by (what, stage, rank) in the programs that the executor runs."""
     return Counter(
         (action.do, action.stage, program.rank)
         for program in with_zero_actions(
@@ -239,7 +239,7 @@ def test_a_timeline_without_costs_is_the_same_at_every_stage(schedules):
 
 def test_deviation_has_no_order_to_reduce_by():
     schedule = build("1f1b", ranks=2, microbatches=4)
-    with pytest.raises(ScheduleError, match="ZeRO-2 gathers and reduces as a fixed order asks"):
+    with pytest.raises(ScheduleError, match="ZeRO-2 gathers and reduces between operations"):
         deviate(schedule, Cost(reduce=1), 2, ReplicaPolicy(2))
     plain = deviate(schedule, Cost(), 2, ReplicaPolicy(2))
     assert plain.makespan == simulate(schedule).makespan

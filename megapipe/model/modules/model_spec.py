@@ -1,0 +1,234 @@
+"""The spec of a model that is a list of user-defined modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megapipe.errors import ConfigError
+from megapipe.layers.activation_policy import BlockSpan
+from megapipe.layers.specs import ParameterSpec
+from megapipe.model.interface import (
+    Feature,
+    Loss,
+    ModelSpec,
+    RunShape,
+    TensorShape,
+    UniformRecompute,
+    Work,
+)
+from megapipe.model.partition import StageSpec
+from megapipe.model.user_loss import load_loss
+from megapipe.schedule.cost import Time
+from megapipe.util.dtypes import Dtype
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megapipe.layers.parameter import Sharding
+    from megapipe.model.modules.measure import Measured
+    from megapipe.model.modules.stage import ModuleStage
+    from megapipe.model.modules.units import ModelFactory, ParameterPlace
+
+STAND_IN = 257
+"""Vocabulary size with which layers are measured before the tokenizer is known."""
+
+
+@dataclass(frozen=True)
+class ModuleListSpec(ModelSpec):
+    """A model whose layers a user-defined function returns. Their parameters and outputs are found
+    on the meta device."""
+
+    name = "model.source"
+    has_embedding_and_head = False
+
+    source: str
+    options: Mapping[str, Any]
+    own_dtype: Dtype
+    vocabulary: int | None
+    conditions: RunShape
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.own_dtype
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.vocabulary
+
+    @property
+    def layers(self) -> int:
+        return len(self._sketch)
+
+    @property
+    def supports(self) -> tuple[Feature, ...]:
+        split = any(place.spec.split for place in self._parameter_places)
+        return ("tp",) if split else ()
+
+    @cached_property
+    def _source(self) -> ModelFactory:
+        from megapipe.model.modules.units import ModelFactory
+
+        return ModelFactory(
+            self.source,
+            {
+                "vocab_size": self.vocabulary or STAND_IN,
+                "sequence_length": self.conditions.sequence_length,
+                **self.options,
+            },
+        )
+
+    @cached_property
+    def _sketch(self) -> Sequence[nn.Module]:
+        return self._source.sketch()
+
+    @cached_property
+    def _parameter_places(self) -> Sequence[ParameterPlace]:
+        """Every parameter of the model (without values) and the module that has it."""
+        from megapipe.model.modules.units import parameter_places
+
+        found = parameter_places(dict(enumerate(self._sketch)), len(self._sketch) - 1, self._source)
+        return list(found)
+
+    @cached_property
+    def _measured(self) -> dict[tuple[int, int, int], list[Measured]]:
+        return {}
+
+    def measured(self, rows: int, length: int, tp: int) -> list[Measured]:
+        """Measure each layer on one of `tp` ranks, for `rows` sequences of `length` tokens."""
+        from megapipe.layers.user_linear import Linear
+        from megapipe.model.modules.measure import measure
+
+        if (rows, length, tp) not in self._measured:
+            deferred = [p for p in self._parameter_places if not p.spec.grad_by_autograd]
+            self._measured[rows, length, tp] = measure(
+                self._source,
+                self._sketch,
+                {place.module for place in deferred if isinstance(place.module, Linear)},
+                self._loss,
+                (rows, length),
+                self.dtype,
+                tp,
+            )
+        return self._measured[rows, length, tp]
+
+    def _usual(self, tp: int) -> list[Measured]:
+        """Measure each layer for a whole micro-batch of whole sequences, on one of `tp` ranks."""
+        return self.measured(self.conditions.microbatch, self.conditions.sequence_length, tp)
+
+    @property
+    def _loss(self) -> Loss:
+        from megapipe.model.modules.stage import cross_entropy
+
+        return load_loss(self.conditions) or cross_entropy
+
+    def _per_token(self, flops: int) -> Fraction:
+        return Fraction(flops, self.conditions.microbatch * self.conditions.sequence_length)
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for layers that fail, that tp does not divide, or that pass no
+        gradient."""
+        tp = self.conditions.tp
+        for place in self._parameter_places:
+            dim = place.spec.split_dim
+            if dim is not None and place.spec.shape[dim] % tp:
+                raise ConfigError(
+                    f"model.source={self.source}: {place.spec.name} has {place.spec.shape[dim]} "
+                    f"{'rows' if dim == 0 else 'columns'}, which parallel.tp={tp} does not divide"
+                )
+        self._check_linears()
+        *inner, last = self._usual(tp)
+        for number, layer in enumerate(inner):
+            if not any(each.has_grad for each in layer.output):
+                raise ConfigError(
+                    f"model.source={self.source}: layer {number} returns only integers, so no "
+                    "gradient flows through it: expected floating-point values"
+                )
+        if self.conditions.loss is None:
+            self._check_logits(last.output)
+
+    def _check_linears(self) -> None:
+        """Refuse megapipe's linear layers with other parameters than weight and bias."""
+        from megapipe.layers.user_linear import Linear
+
+        for number, layer in enumerate(self._sketch):
+            for path, module in layer.named_modules():
+                extra = set(module._parameters) - {"weight", "bias"}
+                if isinstance(module, Linear) and (extra or "weight" not in module._parameters):
+                    raise ConfigError(
+                        f"model.source={self.source}: layers.{number}.{path} is a "
+                        f"{type(module).__name__} with parameters other than weight and bias: "
+                        "expected nn.Linear in its place"
+                    )
+
+    def _check_logits(self, output: Sequence[TensorShape]) -> None:
+        rows, length = self.conditions.microbatch, self.conditions.sequence_length
+        wanted = (rows, length, self.vocabulary or STAND_IN)
+        shapes = [each.shape for each in output]
+        fits = len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][:2] == wanted[:2]
+        if not fits or shapes[0][2] < wanted[2]:
+            raise ConfigError(
+                f"model.source={self.source}: the last layer returns {shapes}, and the loss needs "
+                f"logits of shape {wanted}: [samples, tokens, vocabulary] (or set "
+                "train.loss_function)"
+            )
+
+    def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
+        return (place.spec for place in self._parameter_places if place.layer in stage.layers)
+
+    def describe(self) -> str:
+        return f"{self.layers} layers of {self.source}, {self.dtype}"
+
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
+        times = 4 if repeated is not None and repeated.stage else 3
+        return [self._per_token(times * layer.flops) for layer in self._usual(self.conditions.tp)]
+
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
+        tp = self.conditions.tp
+        own = [self._usual(tp)[number] for number in stage.layers]
+        flops = tp * self._per_token(sum(layer.flops for layer in own))
+        deferred = tp * self._per_token(sum(layer.deferred for layer in own))
+        return Work(F=flops, I=2 * flops - deferred, W=deferred, R=recompute * flops)
+
+    def reference_layer_flops(self) -> Time:
+        return self.forward_flops(self.whole) / self.layers or 1
+
+    def forward_flops(self, stage: StageSpec) -> float:
+        return float(sum(self._per_token(self._usual(1)[number].flops) for number in stage.layers))
+
+    def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
+        return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output
+
+    def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
+        """Build a stage. Its parameters have initial values, but no storage in buckets yet. Buffers
+        keep their number types: rotary angles, for example, need more digits than weights. If
+        torch's default device is the meta device, no tensor has values."""
+        import torch
+
+        from megapipe.model.modules.stage import ModuleStage
+        from megapipe.model.modules.units import parameter_places
+
+        if torch.get_default_device().type == "meta":
+            made = dict(enumerate(deepcopy(list(self._sketch))))
+        else:
+            made = self._source.make(self.conditions.seed, stage.layers)
+        last = self.layers - 1
+        layers = {number: made[number] for number in stage.layers}
+        found = [p for p in parameter_places(made, last, self._source) if p.layer in stage.layers]
+        if [p.spec for p in found] != list(self.parameters(stage)):
+            raise ConfigError(
+                f"model.source={self.source}: layers that share a parameter must be modules in the "
+                "list, not functions that make them"
+            )
+        return ModuleStage(
+            layers,
+            found,
+            sharding,
+            first=stage.layers.start == 0,
+            last=stage.layers.stop == last + 1,
+            loss=self._loss,
+        )

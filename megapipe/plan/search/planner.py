@@ -1,0 +1,111 @@
+"""The work of a search: measuring a shape, planning a layout. Processes of a pool can do it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megapipe.cli import configured
+from megapipe.errors import MegapipeError
+from megapipe.layout.resolve import resolve
+from megapipe.layout.speeds import known_speeds
+from megapipe.plan.cache import Cache
+from megapipe.plan.measurements import BY_UNITS
+from megapipe.plan.memory_fit import demand, fits
+from megapipe.plan.search.estimate import Estimate, ShapeCost, estimate
+from megapipe.plan.search.layouts import Keys, LayoutChoice, Shape, words_of
+from megapipe.plan.units import Units
+
+
+class LayoutJob(NamedTuple):
+    """A layout to plan."""
+
+    choice: LayoutChoice
+    cost: ShapeCost
+    """Costs of its shape."""
+    bound: float
+    """Lower bound of the seconds of a step."""
+    limit: float
+    """Seconds at which the layout is of no interest."""
+
+
+class LayoutPlan(NamedTuple):
+    """Figures of a layout's plan, as far as it was planned."""
+
+    bound: float | None
+    """Lower bound of the seconds of a step; None: it cannot be planned."""
+    bytes: int | None = None
+    """Peak bytes of the process that needs most; None: not planned, as the bound was too high."""
+    estimate: Estimate | None = None
+    """None: not planned, or it does not fit."""
+    refusal: str | None = None
+    """Why it cannot be planned."""
+
+    def is_open(self, limit: float) -> bool:
+        """Whether the layout must be planned to know if a step takes less than `limit` seconds."""
+        return self.bound is not None and self.bytes is None and self.bound < limit
+
+
+class Planner(NamedTuple):
+    """Planner of the layouts of one configuration."""
+
+    words: Sequence[str]
+    """Configuration, without the keys that a search varies."""
+    gpus: int
+    layers: int
+    """Number of the model's layers."""
+    cache: Cache
+
+    def perform(self, job: Shape | LayoutJob) -> ShapeCost | str | LayoutPlan:
+        """Measure a shape, or plan a layout."""
+        with contextlib.redirect_stderr(io.StringIO()):  # for the line that shows the progress
+            return self.measure(job) if isinstance(job, Shape) else self.plan(job)
+
+    def measure(self, shape: Shape) -> ShapeCost | str:
+        """Measure the time and the memory of the model's layers with the sizes of `shape`. Return
+        the reason if the model cannot be split so."""
+        stages, dp = 3, max(1, shape.ep // shape.cp)
+        keys = {
+            **LayoutChoice(shape, dp, stages, "1f1b", 1, 1).keys,
+            "train.global_batch": stages * dp * shape.microbatch,
+            "pipeline.stage_layout": f"[1,{self.layers - 2},1]",
+        }
+        try:
+            units = self._resolved(keys, stages * dp * shape.tp * shape.cp)
+            return ShapeCost.of(units, known_speeds(units.config))
+        except MegapipeError as error:
+            return str(error)
+
+    def plan(self, job: LayoutJob) -> LayoutPlan:
+        """Plan a layout as far as needed: raise its bound by a simulation of its schedule, then
+        plan its memory, then its time."""
+        try:
+            return self._plan(job)
+        except MegapipeError as error:
+            return LayoutPlan(None, refusal=str(error))
+
+    def _plan(self, job: LayoutJob) -> LayoutPlan:
+        units = self.units(job.choice)
+        bound = max(job.bound, job.cost.simulated_seconds(units.layout))
+        if bound >= job.limit:
+            return LayoutPlan(bound)
+        size, speeds = demand(units).most.total, known_speeds(units.config)
+        if fits(size, speeds) is False:
+            return LayoutPlan(bound, size)
+        found = estimate(job.choice, units, speeds)
+        assert found.seconds >= bound * (1 - 1e-9), (job.choice, bound, found.seconds)
+        return LayoutPlan(bound, size, found)
+
+    def units(self, choice: LayoutChoice) -> Units:
+        """Resolve a layout; return the costs of its stages, which are measured when they are used.
+
+        Raises:
+            MegapipeError: a layout that is impossible.
+        """
+        return self._resolved(choice.keys, self.gpus)
+
+    def _resolved(self, keys: Keys, world: int) -> Units:
+        config = configured([*self.words, *words_of(keys)])
+        return Units(*resolve(config, world, None, measure=BY_UNITS), self.cache)

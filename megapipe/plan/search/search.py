@@ -1,0 +1,364 @@
+"""Branch and bound over layouts: cheap lower bounds first, then the plans of what is left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop
+from itertools import chain
+from math import inf
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from megapipe.cli import configured
+from megapipe.config.keys import user_code_keys
+from megapipe.errors import ConfigError, MegapipeError
+from megapipe.layout.checks import check_device
+from megapipe.layout.devices import device_kind
+from megapipe.layout.speeds import known_speeds
+from megapipe.plan.cache import Cache, key_of
+from megapipe.plan.search.estimate import Estimate, ShapeCost
+from megapipe.plan.search.explain import TooLarge
+from megapipe.plan.search.layouts import VARIED, LayoutChoice, layouts, words_of
+from megapipe.plan.search.planner import LayoutJob, LayoutPlan, Planner
+from megapipe.util.process_pool import ProcessPool, WorkerDied, cores
+
+LEAST_LAYERS = 3
+"""Minimum number of layers of a model whose layouts are searched."""
+SECTIONS = ("pipeline", "activations")
+"""Sections whose values come from the search alone."""
+MIN_POOLED = 100
+"""Minimum number of layouts for each process of a search; a process loads torch first."""
+
+
+class Progress(NamedTuple):
+    """State of a search, for the line that is shown while it runs."""
+
+    done: int
+    total: int
+    what: str
+    """Name of the counted things, and what is done with them."""
+    best: Estimate | None = None
+
+
+class SearchRecord(BaseModel):
+    """Results of searches of one configuration, cached for the next ones; by text of a shape or of
+    a layout."""
+
+    costs: dict[str, ShapeCost | str] = {}
+    """Costs of shapes, or why a shape is impossible."""
+    plans: dict[str, LayoutPlan] = {}
+
+
+class FoundLayouts(NamedTuple):
+    """Result of a search."""
+
+    best: Sequence[Estimate]
+    """Fastest layouts that fit, the fastest first."""
+    front: Sequence[Estimate]
+    """Layouts that fit, the fastest first, each with less memory than all that are faster or as
+    fast. Some are missing if only the fastest layouts were searched."""
+    planned: Sequence[Estimate]
+    """All layouts that fit and were planned in full, in any order."""
+    considered: int
+    """Number of layouts whose sizes divide each other."""
+    left_out: int
+    """Number of layouts whose memory, by a lower bound or by their plan, exceeds the device, or
+    which a check refuses."""
+    least: tuple[int, LayoutChoice] | None
+    """Least planned peak bytes, and the layout that needs them; None if no plan was made."""
+    refusal: str | None
+    """Why a layout was refused, if one was."""
+    complete: bool
+    """Whether the search ended; False if it was interrupted."""
+
+
+class _Entry(NamedTuple):
+    """A layout that waits for its plan; entries are ordered by bound."""
+
+    bound: float
+    """Lower bound of the seconds of a step."""
+    number: int
+    choice: LayoutChoice
+    bytes: float
+    """Lower bound of the peak bytes."""
+
+
+class _State:
+    """Results of a search so far."""
+
+    def __init__(self, top: int, *, with_front: bool) -> None:
+        self._top, self._with_front = top, with_front
+        self.best: list[Estimate] = []
+        self.front: list[Estimate] = []
+        self.planned: list[Estimate] = []
+        self.left_out = 0
+        self.least: tuple[int, LayoutChoice] | None = None
+
+    @property
+    def fastest(self) -> Estimate | None:
+        """Fastest layout."""
+        return self.best[0] if self.best else None
+
+    @property
+    def top_limit(self) -> float:
+        """Seconds at which a layout is no longer among the fastest ones."""
+        return self.best[-1].seconds if len(self.best) == self._top else inf
+
+    def limit(self, size: float) -> float:
+        """Return the seconds at which a layout that needs at least `size` bytes is of no
+        interest."""
+        if not self._with_front:
+            return self.top_limit
+        as_small = (each.seconds for each in self.front if each.bytes <= size)
+        return max(self.top_limit, min(as_small, default=inf))
+
+    def is_done(self, bound: float) -> bool:
+        """Whether no layout of at least `bound` seconds is of interest, whatever its memory."""
+        return not self._with_front and bound >= self.top_limit
+
+    def take(self, choice: LayoutChoice, plan: LayoutPlan) -> None:
+        """Add a layout's plan."""
+        if plan.bound is None:
+            self.left_out += 1
+        if plan.bytes is None:
+            return
+        if self.least is None or plan.bytes < self.least[0]:
+            self.least = plan.bytes, choice
+        if plan.estimate is None:
+            self.left_out += 1
+            return
+        self.planned.append(plan.estimate)
+        self.best = sorted([*self.best, plan.estimate], key=_order)[: self._top]
+        self.front = front([*self.front, plan.estimate])
+
+
+def front(found: Iterable[Estimate]) -> list[Estimate]:
+    """Return, the fastest first, the layouts with less memory than all that are faster or as
+    fast."""
+    kept: list[Estimate] = []
+    for each in sorted(found, key=_order):
+        if not kept or each.bytes < kept[-1].bytes:
+            kept.append(each)
+    return kept
+
+
+def _order(found: Estimate) -> tuple[float, int, str]:
+    return found.seconds, found.bytes, str(found.choice)
+
+
+class Search:
+    """A search for the fastest layouts of one configuration."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        fixed: Mapping[str, str],
+        gpus: int,
+        cache: Cache | None = None,
+    ) -> None:
+        """Prepare a search.
+
+        Args:
+            words: configuration, as for ``megapipe train``.
+            fixed: values of keys that the search varies (:data:`VARIED`).
+            gpus: number of devices.
+            cache: cache of measurements; default: the user's.
+
+        Raises:
+            ConfigError: a wrong configuration, or a device of unknown speed or memory.
+        """
+        self.words = [*words, *(f"{section}=unset" for section in SECTIONS)]
+        self.fixed, self.gpus = fixed, gpus
+        self.config = configured(self.words)
+        check_device(self.config.plan)
+        if self.config.model.source is not None:
+            raise ConfigError(
+                f"model.source={self.config.model.source}: a search does not know the layers of "
+                "such a model: expected none; plan layouts one by one with megapipe train --dry-run"
+            )
+        if self.config.model.layers < LEAST_LAYERS:
+            raise ConfigError(
+                f"model.layers={self.config.model.layers}: expected at least {LEAST_LAYERS} for a "
+                "search, which measures an inner layer apart from the first and the last"
+            )
+        self.speeds = known_speeds(self.config)
+        named = any(user_code_keys(self.config))  # a key does not cover the files of user code
+        self._cache = Cache([]) if named else cache or Cache()
+        everything = self.config.model_dump(mode="json", exclude={"run"})
+        device = repr(self.speeds), device_kind(self.config)
+        self._key = key_of(search=everything, gpus=gpus, device=device)
+        self._record = self._cache.read(self._key, SearchRecord) or SearchRecord()
+        self.planner = Planner(self.words, gpus, self.config.model.layers, self._cache)
+
+    def choices(self) -> list[LayoutChoice]:
+        """Return all layouts to look at.
+
+        Raises:
+            ConfigError: there is none; the text says why.
+        """
+        every = list(layouts(self.config, self.gpus, self.config.parallel.ranks_per_node))
+        if not every:
+            raise ConfigError(
+                f"no layout of {self.gpus} devices: expected a number that the batch "
+                f"(train.global_batch={self.config.train.global_batch}) and the heads can be split "
+                "over"
+            )
+        found = [choice for choice in every if choice.matches(self.fixed)]
+        for key, value in self.fixed.items() if not found else ():
+            values = sorted({choice.value(key) for choice in every})
+            if value.lower() not in values:
+                raise ConfigError(f"{key}={value}: expected one of {', '.join(values)} in a search")
+        if not found:
+            keys = " ".join(words_of(self.fixed))
+            raise ConfigError(f"no layout of {self.gpus} devices has {keys}: expected fewer keys")
+        return found
+
+    def run(
+        self,
+        top: int,
+        notify: Callable[[Progress], None] = lambda _: None,
+        *,
+        with_front: bool = False,
+    ) -> FoundLayouts:
+        """Return the `top` fastest layouts that fit, and with `with_front` those that are slower
+        than others, but need less memory. `notify` is called after each shape and each layout. If
+        there are many layouts, each core works on one.
+
+        Ctrl-C ends the search with what it has found so far.
+
+        Raises:
+            MegapipeError: a process of the search died.
+        """
+        choices, state = self.choices(), _State(top, with_front=with_front)
+        complete = False
+        try:
+            with self._workers(len(choices)) as work:
+                self._measure(choices, work, notify)
+                queue = self._bounded(choices)
+                state.left_out, total = len(choices) - len(queue), len(queue)
+                for job, plan in work(self._jobs(queue, state)):
+                    self._record.plans[str(job.choice)] = plan
+                    state.take(job.choice, plan)
+                    notify(Progress(total - len(queue), total, "layouts planned", state.fastest))
+            complete = True
+        except KeyboardInterrupt:
+            pass
+        except WorkerDied as died:
+            raise MegapipeError(f"a process of the search died; exit code {died.code}") from None
+        finally:
+            self._cache.write(self._key, self._record)
+        return FoundLayouts(
+            best=state.best,
+            front=state.front,
+            planned=state.planned,
+            considered=len(choices),
+            left_out=state.left_out,
+            least=state.least,
+            refusal=self._refusal(choices),
+            complete=complete,
+        )
+
+    def _refusal(self, choices: Sequence[LayoutChoice]) -> str | None:
+        """Return why one of the layouts was refused; None if none was."""
+        costs, plans = self._record.costs, self._record.plans
+        of_shapes = (costs.get(str(choice.shape)) for choice in choices)
+        of_plans = (plans[name].refusal for name in map(str, choices) if name in plans)
+        reasons = (each for each in chain(of_shapes, of_plans) if isinstance(each, str))
+        return next(reasons, None)
+
+    def too_large(self, seconds: float) -> TooLarge | None:
+        """Return, after a search, the layout with the least lower bound of time among those that do
+        not fit; None if no bound is below `seconds`."""
+        room = self.speeds.plannable_bytes
+        if room is None:
+            return None
+        found = []
+        for choice in self.choices():
+            cost = self._record.costs.get(str(choice.shape))
+            if not isinstance(cost, ShapeCost):
+                continue
+            microbatches = self.microbatches(choice)
+            size, bound = cost.least_bytes(choice, microbatches), None
+            plan = self._record.plans.get(str(choice))
+            if plan is not None and plan.bytes is not None:
+                size, bound = plan.bytes, plan.bound
+            if size > room:
+                bound = cost.least_seconds(choice, microbatches) if bound is None else bound
+                found.append(TooLarge(choice, bound, size))
+        least = min(found, key=lambda each: each.seconds, default=None)
+        return least if least is not None and least.seconds < seconds else None
+
+    def microbatches(self, choice: LayoutChoice) -> int:
+        """Return the number of micro-batches of a step."""
+        return self.config.train.global_batch // (choice.dp * choice.shape.microbatch)
+
+    @contextlib.contextmanager
+    def _workers(self, layouts: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+        """Yield a function that does jobs and yields them with their results."""
+        perform = self.planner.perform
+        size = min(cores(), layouts // MIN_POOLED)
+        if size < 2:
+            yield lambda jobs: ((job, perform(job)) for job in jobs)
+            return
+        with ProcessPool[Any, Any](size, perform) as pool:
+            yield pool.run
+
+    def _measure(
+        self,
+        choices: Sequence[LayoutChoice],
+        work: Callable[[Iterable[Any]], Iterator[Any]],
+        notify: Callable[[Progress], None],
+    ) -> None:
+        """Measure the shapes of all layouts."""
+        costs, shapes = self._record.costs, {choice.shape: None for choice in choices}
+        missing = [shape for shape in shapes if str(shape) not in costs]
+        for number, (shape, cost) in enumerate(work(missing), start=1):
+            costs[str(shape)] = cost
+            notify(Progress(number, len(missing), "shapes measured"))
+
+    def _bounded(self, choices: Sequence[LayoutChoice]) -> list[_Entry]:
+        """Return a heap of the layouts that may fit, with lower bounds of their times."""
+        found, room = list[_Entry](), self.speeds.plannable_bytes
+        for number, choice in enumerate(choices):
+            cost = self._record.costs[str(choice.shape)]
+            if isinstance(cost, str):
+                continue
+            microbatches = self.microbatches(choice)
+            size = cost.least_bytes(choice, microbatches)
+            if room is None or size <= room:
+                bound = cost.least_seconds(choice, microbatches)
+                found.append(_Entry(bound, number, choice, size))
+        heapify(found)
+        return found
+
+    def _jobs(self, queue: list[_Entry], state: _State) -> Iterator[LayoutJob]:
+        """Yield the layouts to plan, the one with the least bound first; take known plans."""
+        while queue and not state.is_done(queue[0].bound):
+            bound, _, choice, size = heappop(queue)
+            limit = state.limit(size)
+            plan, cost = self._record.plans.get(str(choice)), self._record.costs[str(choice.shape)]
+            assert isinstance(cost, ShapeCost)
+            if plan is not None and not plan.is_open(limit):
+                state.take(choice, plan)
+            elif bound < limit:
+                yield LayoutJob(choice, cost, bound, limit)
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split words of a configuration into those to keep, and values of keys that a search varies,
+    which fix these keys."""
+    kept, fixed = [], {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.partition(".")[0] in SECTIONS and key not in VARIED:
+            own = [each for each in VARIED if each.partition(".")[0] in SECTIONS]
+            raise ConfigError(
+                f"{word}: the search chooses these sections: expected at most {', '.join(own)}"
+            )
+        if key in VARIED and value != "auto":
+            fixed[key] = value
+        else:
+            kept.append(word)
+    return kept, fixed
