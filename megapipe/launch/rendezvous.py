@@ -40,7 +40,9 @@ from megapipe.util.timeouts import NoAnswer
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-VALUES = "values"
+STARTED = "rank 0 started"
+"""Key that rank 0 sets when it has read its configuration without an error."""
+_VALUES = "values"
 _LOOPBACK = re.compile(r"remote=\[(127\.[0-9.]+|::1)\]")
 """Pattern that finds a peer's loopback address in an error message of gloo."""
 LEAST_S = 0.05
@@ -198,12 +200,14 @@ def _retry_until_reachable(
 
 def place_on_host(store: Store, info: LaunchInfo, timeout_s: float) -> LaunchInfo:
     """Replace the guesses in `info`: this rank's index on its host, and the number of ranks there.
-    Collective, through the store; nothing happens if `info` has no guesses.
+    Collective, through the store, unless `info` has no guesses. Rank 0 sets :data:`STARTED`.
 
     Raises :class:`LaunchError` if some ranks do not come within `timeout_s`.
     """
     from torch.distributed import DistStoreError
 
+    if info.rank == 0:
+        store.set(STARTED, "")
     if not info.guessed:
         return info
     store.set(f"host {info.rank}", machine())
@@ -248,11 +252,11 @@ def compare_ranks(
     if info.world == 1:
         return
     if info.rank == 0:
-        store.set(VALUES, json.dumps(dict(values), default=str))
+        store.set(_VALUES, json.dumps(dict(values), default=str))
     store.set(f"arrived {info.rank}", "")
     try:
-        await_keys(store, [VALUES], timeout_s)
-        reference = json.loads(store.get(VALUES))
+        await_keys(store, [_VALUES], timeout_s)
+        reference = json.loads(store.get(_VALUES))
         own = json.loads(json.dumps(dict(values), default=str))
         for key in sorted(reference.keys() | own.keys()):
             if reference.get(key) != own.get(key):

@@ -34,7 +34,7 @@ from megapipe.errors import Interrupted, LaunchError, MegapipeError, Preempted
 from megapipe.launch.deadline import call_unless_done, is_set_within
 from megapipe.launch.error_owner import is_error_owner, may_print_alone
 from megapipe.launch.launch_info import LaunchInfo
-from megapipe.launch.rendezvous import VALUES, RendezvousError, open_store
+from megapipe.launch.rendezvous import STARTED, RendezvousError, open_store
 from megapipe.util.paths import temporary_folder_problem
 
 if TYPE_CHECKING:
@@ -60,8 +60,12 @@ store, it also waits that long for them to leave."""
 EARLY_S = 5.0
 """Seconds that an interrupted process may take to inform the other processes if it still has to
 open the store, and perhaps to load torch."""
-PATIENCE_S = 10.0
-"""Seconds that processes wait for each other before they have met: loading torch takes time."""
+PATIENCE_S = 30.0
+"""Seconds that a process with an error waits for the others before they have met: where many
+processes load torch from one disk, some begin much later."""
+STOP_LINGER_S = 10.0
+"""Seconds that the host of the store waits for the others after a request to stop; less than a
+scheduler gives before it kills (SLURM: 30)."""
 NAMED_S = 2.5
 """Seconds that a monitor may take to name the rank with which contact is lost; less than
 :data:`GRACE_S`."""
@@ -219,7 +223,7 @@ class Shutdown:
         while the main thread may wait for anything. Return the exit code, with which the caller
         must end the process at once."""
         self._ender.acquire()
-        self.linger_s = PATIENCE_S  # other processes may not have opened the store yet
+        self.linger_s = STOP_LINGER_S  # other processes may not have opened the store yet
         code = self._end_beside(error)
         self.cleanup()
         return code
@@ -304,12 +308,26 @@ class Shutdown:
 
         self._ender.acquire()
         self._leaving.set()
-        seconds = ANSWER_S + self.linger_s * self.lingers
+        seconds = ANSWER_S + (self.linger_s + GRACE_S) * self.lingers
         with contextlib.suppress(DistError), call_unless_done(seconds, lambda: os._exit(code)):
-            if self._store.add("left", 1) == self.info.world:
-                self._store.set("all left", "")
-            if self.lingers:
-                self._store.wait(["all left"], datetime.timedelta(seconds=self.linger_s))
+            self._count_out()
+            if not self.lingers:
+                return
+            wait_s = self.linger_s
+            if self.info.hosted:  # a launcher ends the rest of its node, who then say nothing
+                self._store.wait(["one left on each node"], datetime.timedelta(seconds=wait_s))
+                wait_s = GRACE_S
+            self._store.wait(["all left"], datetime.timedelta(seconds=wait_s))
+
+    def _count_out(self) -> None:
+        """Count this process among those that have left, and its node if it is the first there."""
+        store, info = self._store, self.info
+        if store.add(f"left/{info.rank - info.local_rank}", 1) == 1 and (
+            store.add("ranks of nodes left", info.local_world) == info.world
+        ):
+            store.set("one left on each node", "")
+        if store.add("left", 1) == info.world:
+            store.set("all left", "")
 
     def _claim(self, exit_code: int) -> bool:
         """Claim the failure in the store. Return whether this process is the first to claim, and so
@@ -403,9 +421,9 @@ def end_early(error: MegapipeError, info: LaunchInfo, *, trace: bool = False) ->
 
 
 def _await_first_rank(store: Store) -> None:
-    """Wait until rank 0 has claimed a failure or sent its values to compare, at most PATIENCE_S."""
+    """Wait until rank 0 has claimed a failure or started without an error, at most PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (store.check([VALUES]) or store.check([FAILED])) and time.monotonic() < deadline:
+    while not (store.check([STARTED]) or store.check([FAILED])) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
