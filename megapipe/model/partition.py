@@ -90,7 +90,7 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
 
     Raises :class:`ConfigError` if there are more stages than units.
     """
-    units = _in_whole_units(costs)
+    units = in_whole_units(costs)
     layers, stages = len(units) - 2 * ends, placement.stages
     if stages > len(units):
         what = ", embedding and head" if ends else ""
@@ -118,7 +118,7 @@ def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time)
     return costs
 
 
-def _in_whole_units(costs: Sequence[Time]) -> list[int]:
+def in_whole_units(costs: Sequence[Time]) -> list[int]:
     """Return the costs in a common unit, in which all of them are whole numbers."""
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*(cost.denominator for cost in exact))

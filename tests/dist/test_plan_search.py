@@ -9,8 +9,9 @@ import pytest
 
 from megapipe.plan.cache import Cache
 from megapipe.plan.search import search
-from megapipe.plan.search.search import Progress, Search
+from megapipe.plan.search.search import Progress
 from megapipe.util.process_pool import ProcessPool
+from tests.parity.searches import search_of
 
 WORDS = (
     *("model.layers=4", "model.hidden=64", "model.heads=4", "model.vocab_size=300"),
@@ -32,7 +33,7 @@ class Pools(list[int]):
 
 
 def searched(cache: Cache, seen: list[Progress]) -> Sequence[object]:
-    found = Search(WORDS, FIXED, 4, cache).run(3, seen.append)
+    found = search_of(WORDS, FIXED, 4, cache).run(3, seen.append)
     assert found.complete
     return found.best, found.considered
 
@@ -72,12 +73,12 @@ def test_an_interrupt_ends_the_processes(tmp_path: Path, monkeypatch: pytest.Mon
         if progress.best is not None:
             raise KeyboardInterrupt
 
-    found = Search(WORDS, FIXED, 4, cache).run(3, interrupt)
+    found = search_of(WORDS, FIXED, 4, cache).run(3, interrupt)
     assert not found.complete
     assert len(found.best) == len(found.planned) == 1
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     assert not [child for child in children if b"process_pool" in command_line(child)]
-    record = cache.read(Search(WORDS, FIXED, 4, cache)._key, search.SearchRecord)
+    record = cache.read(search_of(WORDS, FIXED, 4, cache)._key, search.SearchRecord)
     assert record is not None
     assert [*record.plans] == [str(found.best[0].choice)]
 

@@ -23,7 +23,7 @@ from megapipe.plan.memory_fit import size_text
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
-from megapipe.plan.search.layouts import words_of
+from megapipe.plan.search.layouts import with_keys, words_of
 from megapipe.plan.search.search import FoundLayouts, Progress, Search, split_words
 from megapipe.schedule.render.vector import to_svg
 
@@ -81,7 +81,7 @@ def run(given: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: there is no folder {path.parent}")
     if given.explain is not None and given.json:
         raise ConfigError("--explain prints text: expected no --json beside it")
-    words, fixed = split_words(given.keys)
+    words, free = split_words(given.keys)
     options = {
         "plan.gpus": given.gpus,
         "plan.device": given.device,
@@ -89,7 +89,7 @@ def run(given: argparse.Namespace) -> None:
         "plan.inter_node_gb_s": given.inter_node_gb_s,
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
-    search = Search(words, fixed, given.gpus)
+    search = Search(configured(words), free, given.gpus)
     shown = _Shown()
     found = search.run(given.top, shown, with_front=given.front or given.svg is not None)
     shown.clear()
@@ -111,8 +111,8 @@ def run(given: argparse.Namespace) -> None:
         drawn = front_picture(title, found.planned, found.front, search.speeds.plannable_bytes)
         _write(given.svg, to_svg(drawn))
     if given.output is not None:
-        fastest = [*search.words, *words_of(found.best[0].choice.keys)]
-        _write(given.output, dump(configured(fastest)))
+        fastest = with_keys(search.config, found.best[0].choice.keys)
+        _write(given.output, dump(fastest))
     if given.explain is not None:
         print(f"\n{_explanation(search, listed, given.explain)}")
 
@@ -134,7 +134,7 @@ def table(found: Sequence[Estimate]) -> str:
     for number, each in enumerate(found, start=1):
         choice, shape = each.choice, each.choice.shape
         gpus = choice.dp * choice.pp * shape.tp * shape.cp
-        chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
+        chunks = f" x {choice.chunks}" if choice.chunks else ""
         rows.append(
             (
                 *(str(number), f"{each.seconds:.4g}", f"{each.tokens_per_second / gpus:,.0f}"),

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache
-from typing import Annotated, NamedTuple
-
-from pydantic import PlainSerializer, PlainValidator
+from itertools import chain
+from math import ceil
+from typing import NamedTuple
 
 from megapipe.layout.activations import uniform_recompute
 from megapipe.layout.layout import Layout
 from megapipe.layout.speeds import Speeds
-from megapipe.model.partition import StageSpec, balanced, parse_layout
+from megapipe.model.partition import StageSpec, balanced, in_whole_units, parse_layout
 from megapipe.plan.memory import model_memory
 from megapipe.plan.memory_fit import demand, step_figures
-from megapipe.plan.search.layouts import FUSED, LayoutChoice
+from megapipe.plan.search.layouts import LayoutChoice
+from megapipe.plan.search.pipelines import Pipeline
 from megapipe.plan.step_time import simulate_step, timed_cost
 from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
-from megapipe.schedule.load import load
-from megapipe.schedule.memory import peak_weighted
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.timing.simulate import simulate
 
@@ -39,10 +37,6 @@ class Estimate(NamedTuple):
     """Model FLOPs utilisation, as a fraction of the devices' peak."""
     bubble: float
     """Fraction of the simulated makespan in which ranks have no operation."""
-
-
-Exact = Annotated[Fraction, PlainValidator(Fraction), PlainSerializer(str)]
-"""A fraction that JSON has as text."""
 
 
 class ShapeCost(NamedTuple):
@@ -63,8 +57,8 @@ class ShapeCost(NamedTuple):
     """Bytes of weights and gradients."""
     states: Parts
     """Bytes of optimizer states before sharding."""
-    units: tuple[Exact, ...]
-    """FLOPs of the embedding, each layer and the head, for the partition into stages."""
+    units: tuple[int, ...]
+    """Relative FLOPs of the embedding, each layer and the head, for the partition into stages."""
     post_validation: bool
     """Whether updates do not wait for other ranks, so that a step is the longest time of a rank
     from its first operation to its last."""
@@ -94,53 +88,77 @@ class ShapeCost(NamedTuple):
             ),
             fixed=Parts.of((each.parameters + each.gradients for each in memory), inner),
             states=Parts.of((each.optimizer * shards for each in memory), inner),
-            units=tuple(Fraction(each) for each in costs),
+            units=tuple(in_whole_units(costs)),
             post_validation=config.optimizer.post_validation,
             is_uniform=len({layout.model.kind(n) for n in range(layout.model.layers)}) == 1,
         )
 
-    def least_seconds(self, choice: LayoutChoice, microbatches: int) -> float:
-        """Return a lower bound of the seconds of a step.
+    def least_seconds(
+        self, choice: LayoutChoice, microbatches: int, pipeline: Pipeline | None
+    ) -> float:
+        """Return a lower bound of the seconds of a step: that of an average rank, or a better one
+        if the `pipeline` is known and layers are equal.
 
         Each rank computes its share of all micro-batches, after the forwards of the stages before
-        its first stage, and before the backwards of these stages if backwards are fused.
+        its first stage, and before the backwards of these stages if backwards are fused. And the
+        first stage has only so many micro-batches in flight.
         """
+        mean = microbatches * (self.forward.whole + self.backward.whole) / choice.pp
+        if pipeline is None:
+            return CUT_SLACK * mean
         if not self.is_uniform:
-            return microbatches * (self.forward.whole + self.backward.whole) / choice.pp
-        pipeline = _pipeline(choice.schedule, choice.pp, choice.chunks, microbatches)
+            return mean
+        most = max(mean, self._in_flight_seconds(microbatches, pipeline))
         cut = self._cut(pipeline)
         forward, backward = (of.by_stage(cut) for of in (self.forward, self.backward))
-        most = around = 0.0
-        for rank, stages in enumerate(pipeline.stages):
-            work = sum(forward[stage] + backward[stage] for stage in stages)
-            most = max(most, microbatches * work + around)
-            if not self.post_validation:
-                around += forward[rank] + backward[rank] * (choice.schedule in FUSED)
+        whole = [
+            forward[stage] * (1 + (stage in pipeline.recompute)) + backward[stage]
+            for stage in range(len(cut))
+        ]
+        for directions in pipeline.stages:
+            work = min(sum(whole[stage] for stage in stages) for stages in directions)
+            before = 0 if self.post_validation else min(chain.from_iterable(directions))
+            around = sum(forward[:before]) + sum(backward[:before]) * pipeline.is_fused
+            most = max(most, microbatches * work + pipeline.smallest * around)
         return most
 
-    def least_bytes(self, choice: LayoutChoice, microbatches: int) -> float:
+    def _in_flight_seconds(self, microbatches: int, pipeline: Pipeline) -> float:
+        """Return a lower bound of the seconds of a step: a micro-batch is in flight at the first
+        stage until it has passed all stages forward and backward."""
+        if pipeline.in_flight is None:
+            return 0.0
+        backward = self.backward if pipeline.is_fused else self.input_grad
+        passage = self.forward.whole + backward.whole
+        return ceil(microbatches / pipeline.holders[0]) / pipeline.in_flight * passage
+
+    def least_bytes(
+        self, choice: LayoutChoice, microbatches: int, pipeline: Pipeline | None
+    ) -> float:
         """Return a lower bound of the peak bytes of the process that needs most."""
-        if not self.is_uniform:
-            return self.fixed.whole / choice.pp
-        pipeline = _pipeline(choice.schedule, choice.pp, choice.chunks, microbatches)
+        if not self.is_uniform or pipeline is None:
+            return self.fixed.whole / choice.pp * (choice.zero < 2)
         cut = self._cut(pipeline)
         fixed, states, held = (of.by_stage(cut) for of in (self.fixed, self.states, self.held))
-        shards = choice.dp * choice.shape.cp
+        shards = choice.dp * choice.shape.cp if choice.zero else 1
         most = 0.0
-        for rank, stages in enumerate(pipeline.stages):
+        for directions, peak in zip(pipeline.stages, pipeline.peaks, strict=True):
+            stages = set(chain.from_iterable(directions))
             weights = sum(fixed[stage] for stage in stages)
-            if choice.zero == 3:  # whole only while a stage computes
-                weights = max(fixed[stage] for stage in stages)
-            saved = min(held[stage] for stage in stages) * len(stages)
-            peak = min(float(pipeline.peaks[rank]), microbatches)
-            static = weights + sum(states[stage] for stage in stages) / shards
-            most = max(most, static + peak * saved)
+            if choice.zero >= 2:  # whole only while a stage computes
+                weights = max(fixed[stage] for stage in stages) * (choice.zero == 3)
+            saved = 0.0
+            if not pipeline.recompute.intersection(stages):
+                saved = min(held[stage] / pipeline.shares[stage] for stage in stages)
+            of_rank = sum(states[stage] / pipeline.holders[stage] for stage in stages)
+            most = max(most, weights + of_rank / shards + min(peak, microbatches) * saved)
         return most
 
     def simulated_seconds(self, layout: Layout) -> float:
         """Return a lower bound of the seconds of a step: simulate the layout's schedule with these
-        compute costs; messages, reductions and the update take no time. 0 if layers differ."""
-        if not self.is_uniform:
+        compute costs; messages, reductions and the update take no time. 0 if layers differ,
+        sequences are cut or the pipeline never flushes."""
+        sliced = layout.run_schedule.slices > 1
+        if sliced or not self.is_uniform or layout.async_schedule is not None:
             return 0.0
         F, I, W, B = (  # noqa: E741
             tuple(part.by_stage(layout.stage_layers))
@@ -193,33 +211,13 @@ def without_host(speeds: Speeds) -> Speeds:
 
 SLACK = 0.97
 """Factor that lowers the bounds, because a layer can be faster in one stage than in another."""
-
-
-class Pipeline(NamedTuple):
-    """Properties of a schedule from which bounds are computed."""
-
-    placement: Placement
-    stages: Sequence[Sequence[int]]
-    """Stages of each rank."""
-    peaks: Sequence[Fraction | int]
-    """Peak activations of each rank, held from F to I."""
-
-
-def _pipeline(schedule: str, ranks: int, chunks: int, microbatches: int) -> Pipeline:
-    """Describe a schedule. Peaks are those with few micro-batches: with more they are not lower."""
-    return _short_pipeline(schedule, ranks, chunks, min(microbatches, 2 * ranks))
+CUT_SLACK = 0.7
+"""Factor that lowers the bound of a schedule of which nothing is known: attention of a slice can
+have a faster kernel than that of a whole sequence."""
 
 
 @cache
-def _short_pipeline(schedule: str, ranks: int, chunks: int, microbatches: int) -> Pipeline:
-    options = {"chunks": chunks} if chunks > 1 else {}
-    made = load(schedule, ranks=ranks, microbatches=microbatches, **options)
-    stages = [made.placement.stages_of(rank) for rank in range(ranks)]
-    return Pipeline(made.placement, stages, peak_weighted(made, freed=Fraction(1)))
-
-
-@cache
-def _cut(costs: tuple[Exact, ...], placement: Placement) -> Sequence[StageSpec]:
+def _cut(costs: tuple[int, ...], placement: Placement) -> Sequence[StageSpec]:
     return parse_layout(balanced(costs, placement), len(costs) - 2)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from megapipe.plan.search.estimate import Estimate
-from megapipe.plan.search.layouts import SCHEDULES
 from megapipe.schedule.render.picture import Band, axis
 from megapipe.schedule.render.scene import (
     IDLE,
@@ -22,11 +22,15 @@ from megapipe.schedule.render.scene import (
 )
 
 WIDTH, HEIGHT = 900.0, 560.0
-LEFT, RIGHT, TOP, BOTTOM = 70.0, 30.0, 64.0, 52.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 30.0, 88.0, 52.0
 DOT = 4.0
-_COLOURS = "#6a99d6", "#e08562", "#58ae92", "#e8be5c", "#a88ac6", "#5f7f95", "#c7739f", "#8f9a3c"
-COLOURS = dict(zip(SCHEDULES, _COLOURS, strict=True))
-"""Colour of each schedule."""
+COLOURS = (
+    *("#6a99d6", "#e08562", "#58ae92", "#e8be5c", "#a88ac6", "#5f7f95", "#c7739f", "#8f9a3c"),
+    *("#3f63a8", "#a3512f", "#2b7a60", "#a5801f"),
+)
+"""Colours of schedules; those with most layouts have colours of their own."""
+OTHER = "#b9bcc2"
+"""Colour of all other schedules."""
 
 
 def front_picture(
@@ -48,7 +52,8 @@ def front_picture(
         return across.x(found.bytes / 1e9), bottom - down.x(found.seconds)
 
     scene = Scene(WIDTH, HEIGHT, [Words(LEFT, 22, title, size=14, anchor="start")])
-    scene.shapes += _legend(planned)
+    colours = _colours(planned)
+    scene.shapes += _legend(colours)
     scene.shapes += axis(across, bottom, "")
     named = Words(across.right, bottom + 34, "GB of the process that needs most", anchor="end")
     scene.shapes.append(named)
@@ -66,7 +71,7 @@ def front_picture(
     for each in sorted(planned, key=lambda each: str(each.choice) in on_front):
         edge = INK if str(each.choice) in on_front else None
         x, y = at(each)
-        colour = COLOURS[each.choice.schedule]
+        colour = colours.get(each.choice.schedule, OTHER)
         scene.shapes.append(Rectangle(x - DOT, y - DOT, 2 * DOT, 2 * DOT, colour, edge))
     return scene
 
@@ -89,12 +94,23 @@ def _upright(band: Band, bottom: float) -> Iterator[Shape]:
                 yield Words(LEFT - 7, bottom - shape.x + 4, shape.words, anchor="end", colour=LINE)
 
 
-def _legend(planned: Sequence[Estimate]) -> Iterator[Shape]:
-    x = LEFT
-    schedules = {each.choice.schedule for each in planned}
-    for name in filter(schedules.__contains__, COLOURS):
-        yield Rectangle(x, 34, 2 * DOT, 2 * DOT, COLOURS[name])
-        yield Words(x + 13, 42, name, anchor="start")
-        x += 34 + 6.2 * len(name)
-    yield Polygon(((x, 38), (x + 18, 38), (x + 18, 39), (x, 39)), INK)
-    yield Words(x + 23, 42, "less memory only with more time", anchor="start")
+def _colours(planned: Sequence[Estimate]) -> dict[str, str]:
+    """Return the colours of the schedules with most planned layouts."""
+    common = Counter(each.choice.schedule for each in planned).most_common(len(COLOURS))
+    return dict(zip((name for name, _ in common), COLOURS, strict=False))
+
+
+def _legend(colours: Mapping[str, str]) -> Iterator[Shape]:
+    x, y = LEFT, 34.0
+    for name, colour in colours.items():
+        length = 34 + 6.2 * len(name)
+        if x + length > WIDTH - RIGHT:
+            x, y = LEFT, y + 14
+        yield Rectangle(x, y, 2 * DOT, 2 * DOT, colour)
+        yield Words(x + 13, y + 8, name, anchor="start")
+        x += length
+    text = "less memory only with more time"
+    if x + 23 + 6.2 * len(text) > WIDTH - RIGHT:
+        x, y = LEFT, y + 14
+    yield Polygon(((x, y + 4), (x + 18, y + 4), (x + 18, y + 5), (x, y + 5)), INK)
+    yield Words(x + 23, y + 8, text, anchor="start")

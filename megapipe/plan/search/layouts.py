@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapipe.config.config import Config
 
-FUSED = ("1f1b", "interleaved_1f1b", "gpipe")
-"""Schedules with fused backwards: after a rank's last one, gradients pass the ranks before it."""
-SCHEDULES: Mapping[str, tuple[int, ...]] = {
-    "1f1b": (1,),
+SCHEDULES: Mapping[str, tuple[int | None, ...]] = {
+    "1f1b": (None,),
     "interleaved_1f1b": (2, 3, 4, 5, 6, 8),
-    "zb_h1": (1,),
-    "zb_2p": (1,),
+    "zb_h1": (None,),
+    "zb_h2": (None,),
+    "zb_1p": (None,),
+    "zb_2p": (None,),
     "zb_v": (2,),
+    "v_zb": (2,),
     "v_half": (2,),
     "v_min": (2,),
-    "gpipe": (1,),
+    "dualpipe_v": (None,),
+    "dualpipe": (None,),
+    "1f1b_v": (2,),
+    "hanayo": (2, 4),
+    "bitpipe": (2,),
+    "chimera": (None,),
+    "chimera_forward_doubling": (None,),
+    "chimera_backward_halving": (None,),
+    "autopipe": (None,),
+    "eager_1f1b": (None,),
+    "grouped_interleaved": (2, 4),
+    "breadth_first": (2, 4),
+    "gpipe": (None,),
+    "varuna": (None,),
+    "merak": (None,),
+    "gems": (None,),
+    "naive": (None,),
 }
-"""Searched schedules with their numbers of model chunks. The stages of their first chunk are on the
-ranks in order; :meth:`~megapipe.plan.search.estimate.ShapeCost.least_seconds` assumes that."""
+"""Searched schedules with their numbers of model chunks; None: the schedule's own. Schedules that
+cut sequences into slices are looked at where ``pipeline.schedule`` names them."""
 POLICIES = ("keep", "selective", "full")
+MICROBATCHES = (1, 2, 4, 8)
 SMALLEST_SHARD = 4096
 """Minimum number of positions of a sequence on a context-parallel rank; fewer would mostly wait."""
 
@@ -37,6 +55,7 @@ class Shape(NamedTuple):
     ep: int
     microbatch: int
     policy: str
+    sequence_parallel: bool
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,8 @@ class LayoutChoice:
     dp: int
     pp: int
     schedule: str
-    chunks: int
+    chunks: int | None
+    """Model chunks of a rank; None: the schedule's own number."""
     zero: int
 
     @property
@@ -60,13 +80,13 @@ class LayoutChoice:
             "parallel.pp": self.pp,
             "parallel.cp": shape.cp,
             "parallel.ep": shape.ep,
-            "parallel.sequence_parallel": shape.tp > 1,
+            "parallel.sequence_parallel": shape.sequence_parallel,
             "pipeline.schedule": self.schedule,
             "train.microbatch": shape.microbatch,
             "activations.policy": shape.policy,
             "optimizer.zero": self.zero,
         }
-        if self.chunks > 1:
+        if self.chunks is not None:
             found["pipeline.chunks"] = self.chunks
         return found
 
@@ -77,16 +97,8 @@ class LayoutChoice:
 
     def difference(self, other: LayoutChoice) -> str:
         """Return the keys, with values, that differ from those of another layout."""
-        own, theirs = ({"pipeline.chunks": 1, **each.keys} for each in (self, other))
+        own, theirs = ({"pipeline.chunks": "unset", **each.keys} for each in (self, other))
         return " ".join(words_of({key: own[key] for key in own if own[key] != theirs[key]}))
-
-    def matches(self, fixed: Mapping[str, str]) -> bool:
-        """Whether the layout has the `fixed` values of keys that a search varies."""
-        return all(self.value(key) == value.lower() for key, value in fixed.items())
-
-    def value(self, key: str) -> str:
-        """Return the value of a key of :data:`VARIED` as text."""
-        return str({"pipeline.chunks": self.chunks, **self.keys}[key]).lower()
 
 
 def words_of(keys: Keys) -> list[str]:
@@ -97,58 +109,104 @@ def words_of(keys: Keys) -> list[str]:
     ]
 
 
-VARIED = (*LayoutChoice(Shape(1, 1, 1, 1, "keep"), 1, 1, "1f1b", 2, 1).keys,)
-"""Names of the keys that a search varies."""
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a key (section.key)."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
-def layouts(config: Config, gpus: int, ranks_per_node: int) -> Iterator[LayoutChoice]:
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return `config` with other values of `keys` (section.key), which must be of the right
+    types."""
+    sections = dict[str, dict[str, Any]]()
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in sections.items()
+        }
+    )
+
+
+DEFAULTS: Mapping[str, Any] = {
+    **LayoutChoice(Shape(1, 1, 1, 1, "keep", False), 1, 1, "1f1b", None, 1).keys,
+    "parallel.dp": None,
+    "pipeline.chunks": None,
+}
+"""Keys that a search can vary, with the values that a configuration of such a search has."""
+VARIED = (*DEFAULTS,)
+"""Names of the keys that a search can vary."""
+
+
+class _Space(NamedTuple):
+    """A configuration, and the keys whose values are free."""
+
+    config: Config
+    free: Collection[str]
+
+    def values(self, key: str, candidates: Sequence[Any]) -> Sequence[Any]:
+        """Return the candidates of a free key, or the value of another key."""
+        if key in self.free:
+            return candidates
+        return [value_of(self.config, key)]
+
+
+def layouts(config: Config, free: Collection[str], gpus: int) -> Iterator[LayoutChoice]:
     """Yield every layout of a model on `gpus` devices whose sizes divide each other as needed.
 
-    Some of them can still be refused when they are resolved. Tensor-parallel groups stay within a
-    node.
+    Keys of :data:`VARIED` that are not in `free` keep the values of `config`; ``parallel.dp``, if
+    it has none, follows from the other sizes. Some layouts can still be refused when they are
+    resolved. Free tensor-parallel groups stay within a node.
     """
-    model, train = config.model, config.train
+    space, model, train = _Space(config, free), config.model, config.train
     heads = model.kv_heads or model.heads
-    for tp in _divisors(min(ranks_per_node, gpus)):
-        if gpus % tp or heads % tp:
+    sizes = _divisors(min(config.parallel.ranks_per_node, gpus))
+    for tp in space.values("parallel.tp", [tp for tp in sizes if heads % tp == 0]):
+        if gpus % tp:
             continue
-        for cp, pp in _splits(config, gpus // tp):
+        for cp, pp in _splits(space, gpus // tp):
             dp = gpus // (tp * cp * pp)
-            for microbatch in (1, 2, 4, 8):
+            if dp not in [each or dp for each in space.values("parallel.dp", [dp])]:
+                continue
+            for microbatch in space.values("train.microbatch", MICROBATCHES):
                 if train.global_batch % (dp * microbatch):
                     continue
                 count = train.global_batch // (dp * microbatch)
-                for ep in _expert_sizes(config, dp * cp):
-                    for policy in POLICIES:
-                        shape = Shape(tp, cp, ep, microbatch, policy)
-                        yield from _pipelines(config, shape, dp, pp, count)
+                for ep in space.values("parallel.ep", _expert_sizes(config, dp * cp)):
+                    for policy in space.values("activations.policy", POLICIES):
+                        for split in space.values("parallel.sequence_parallel", [tp > 1]):
+                            shape = Shape(tp, cp, ep, microbatch, policy, split)
+                            yield from _pipelines(space, shape, dp, pp, count)
 
 
 def _pipelines(
-    config: Config, shape: Shape, dp: int, pp: int, microbatches: int
+    space: _Space, shape: Shape, dp: int, pp: int, microbatches: int
 ) -> Iterator[LayoutChoice]:
     """Yield the pipelines of a mesh: schedules and ZeRO stages."""
-    if pp == 1:
-        for zero in (1, 3) if dp > 1 else (1,):
-            yield LayoutChoice(shape, dp, 1, "1f1b", 1, zero)
-        return
-    if microbatches < pp:
-        return
-    for schedule, numbers in SCHEDULES.items():
-        for chunks in numbers:
-            whole = schedule != "interleaved_1f1b" or microbatches % pp == 0
-            if whole and pp * chunks <= config.model.layers:
-                yield LayoutChoice(shape, dp, pp, schedule, chunks, 1)
+    stages = [1] if pp > 1 or dp == 1 else [1, 3]
+    free, layers = space.free, space.config.model.layers
+    for zero in space.values("optimizer.zero", stages):
+        for schedule in space.values("pipeline.schedule", [*SCHEDULES] if pp > 1 else ["1f1b"]):
+            if "pipeline.schedule" in free and pp > 1 and microbatches < pp:
+                continue
+            numbers = SCHEDULES.get(schedule, (None,)) if pp > 1 else (None,)
+            for chunks in space.values("pipeline.chunks", numbers):
+                whole = schedule != "interleaved_1f1b" or microbatches % pp == 0
+                if whole and pp * (chunks or 1) <= layers:
+                    yield LayoutChoice(shape, dp, pp, schedule, chunks, zero)
 
 
-def _splits(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
+def _splits(space: _Space, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield context- and pipeline-parallel sizes of `ranks` devices."""
-    length = config.train.sequence_length
-    for cp in (size for size in _divisors(ranks) if size & (size - 1) == 0):
-        if cp > 1 and length < cp * SMALLEST_SHARD:
-            break
-        for pp in _divisors(ranks // cp):
-            if pp <= config.model.layers:
+    length, layers = space.config.train.sequence_length, space.config.model.layers
+    sizes = [size for size in _divisors(ranks) if size & (size - 1) == 0]
+    fitting = [size for size in sizes if size == 1 or length >= size * SMALLEST_SHARD]
+    for cp in space.values("parallel.cp", fitting):
+        divisors = [size for size in _divisors(ranks // cp) if size <= layers]
+        for pp in space.values("parallel.pp", divisors):
+            if ranks % (cp * pp) == 0:
                 yield cp, pp
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from megapipe.cli import configured
+from megapipe.config.config import Config
+from megapipe.config.pipeline import PipelineConfig
 from megapipe.errors import MegapipeError
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
@@ -15,7 +16,7 @@ from megapipe.plan.cache import Cache
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory_fit import demand, fits
 from megapipe.plan.search.estimate import Estimate, ShapeCost, estimate
-from megapipe.plan.search.layouts import Keys, LayoutChoice, Shape, words_of
+from megapipe.plan.search.layouts import LayoutChoice, Shape, with_keys
 from megapipe.plan.units import Units
 
 
@@ -51,11 +52,9 @@ class LayoutPlan(NamedTuple):
 class Planner(NamedTuple):
     """Planner of the layouts of one configuration."""
 
-    words: Sequence[str]
-    """Configuration, without the keys that a search varies."""
+    config: Config
+    """Configuration; keys that the search varies have any value."""
     gpus: int
-    layers: int
-    """Number of the model's layers."""
     cache: Cache
 
     def perform(self, job: Shape | LayoutJob) -> ShapeCost | str | LayoutPlan:
@@ -68,12 +67,13 @@ class Planner(NamedTuple):
         the reason if the model cannot be split so."""
         stages, dp = 3, max(1, shape.ep // shape.cp)
         keys = {
-            **LayoutChoice(shape, dp, stages, "1f1b", 1, 1).keys,
+            **LayoutChoice(shape, dp, stages, "1f1b", None, self.config.optimizer.zero).keys,
             "train.global_batch": stages * dp * shape.microbatch,
-            "pipeline.stage_layout": f"[1,{self.layers - 2},1]",
+            "pipeline.stage_layout": [1, self.config.model.layers - 2, 1],
         }
+        plain = self.config.model_copy(update={"pipeline": PipelineConfig()})
         try:
-            units = self._resolved(keys, stages * dp * shape.tp * shape.cp)
+            units = self._units(plain, keys, stages * dp * shape.tp * shape.cp)
             return ShapeCost.of(units, known_speeds(units.config))
         except MegapipeError as error:
             return str(error)
@@ -104,8 +104,7 @@ class Planner(NamedTuple):
         Raises:
             MegapipeError: a layout that is impossible.
         """
-        return self._resolved(choice.keys, self.gpus)
+        return self._units(self.config, choice.keys, self.gpus)
 
-    def _resolved(self, keys: Keys, world: int) -> Units:
-        config = configured([*self.words, *words_of(keys)])
-        return Units(*resolve(config, world, None, measure=BY_UNITS), self.cache)
+    def _units(self, config: Config, keys: Mapping[str, Any], world: int) -> Units:
+        return Units(*resolve(with_keys(config, keys), world, None, measure=BY_UNITS), self.cache)

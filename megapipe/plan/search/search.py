@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop
 from itertools import chain
 from math import inf
@@ -11,17 +11,28 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from megapipe.cli import configured
+from megapipe.config.config import Config
 from megapipe.config.keys import user_code_keys
-from megapipe.errors import ConfigError, MegapipeError
+from megapipe.errors import ConfigError, MegapipeError, ScheduleError
 from megapipe.layout.checks import check_device
 from megapipe.layout.devices import device_kind
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.cache import Cache, key_of
 from megapipe.plan.search.estimate import Estimate, ShapeCost
 from megapipe.plan.search.explain import TooLarge
-from megapipe.plan.search.layouts import VARIED, LayoutChoice, layouts, words_of
+from megapipe.plan.search.layouts import (
+    DEFAULTS,
+    VARIED,
+    LayoutChoice,
+    layouts,
+    value_of,
+    with_keys,
+    words_of,
+)
+from megapipe.plan.search.pipelines import Pipeline, pipeline_of
 from megapipe.plan.search.planner import LayoutJob, LayoutPlan, Planner
+from megapipe.schedule.generators.registry import accepts
+from megapipe.schedule.load import is_user_schedule
 from megapipe.util.process_pool import ProcessPool, WorkerDied, cores
 
 LEAST_LAYERS = 3
@@ -152,45 +163,41 @@ class Search:
     """A search for the fastest layouts of one configuration."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        fixed: Mapping[str, str],
-        gpus: int,
-        cache: Cache | None = None,
+        self, config: Config, free: Collection[str], gpus: int, cache: Cache | None = None
     ) -> None:
         """Prepare a search.
 
         Args:
-            words: configuration, as for ``megapipe train``.
-            fixed: values of keys that the search varies (:data:`VARIED`).
+            config: configuration.
+            free: keys whose values the search chooses (of :data:`VARIED`); others keep theirs.
             gpus: number of devices.
             cache: cache of measurements; default: the user's.
 
         Raises:
             ConfigError: a wrong configuration, or a device of unknown speed or memory.
         """
-        self.words = [*words, *(f"{section}=unset" for section in SECTIONS)]
-        self.fixed, self.gpus = fixed, gpus
-        self.config = configured(self.words)
-        check_device(self.config.plan)
-        if self.config.model.source is not None:
+        self.config = config = with_keys(config, {key: DEFAULTS[key] for key in free})
+        self.free, self.gpus = frozenset(free), gpus
+        check_device(config.plan)
+        if config.model.source is not None:
             raise ConfigError(
-                f"model.source={self.config.model.source}: a search does not know the layers of "
-                "such a model: expected none; plan layouts one by one with megapipe train --dry-run"
+                f"model.source={config.model.source}: a search does not know the layers of such a "
+                "model: expected none; plan layouts one by one with megapipe train --dry-run"
             )
-        if self.config.model.layers < LEAST_LAYERS:
+        if config.model.layers < LEAST_LAYERS:
             raise ConfigError(
-                f"model.layers={self.config.model.layers}: expected at least {LEAST_LAYERS} for a "
+                f"model.layers={config.model.layers}: expected at least {LEAST_LAYERS} for a "
                 "search, which measures an inner layer apart from the first and the last"
             )
-        self.speeds = known_speeds(self.config)
-        named = any(user_code_keys(self.config))  # a key does not cover the files of user code
+        _check_schedule(config.pipeline.schedule)
+        self.speeds = known_speeds(config)
+        named = any(user_code_keys(config))  # a key does not cover the files of user code
         self._cache = Cache([]) if named else cache or Cache()
-        everything = self.config.model_dump(mode="json", exclude={"run"})
-        device = repr(self.speeds), device_kind(self.config)
+        everything = config.model_dump(mode="json", exclude={"run"})
+        device = repr(self.speeds), device_kind(config)
         self._key = key_of(search=everything, gpus=gpus, device=device)
         self._record = self._cache.read(self._key, SearchRecord) or SearchRecord()
-        self.planner = Planner(self.words, gpus, self.config.model.layers, self._cache)
+        self.planner = Planner(config, gpus, self._cache)
 
     def choices(self) -> list[LayoutChoice]:
         """Return all layouts to look at.
@@ -198,22 +205,24 @@ class Search:
         Raises:
             ConfigError: there is none; the text says why.
         """
-        every = list(layouts(self.config, self.gpus, self.config.parallel.ranks_per_node))
-        if not every:
+        found = list(layouts(self.config, self.free, self.gpus))
+        if found:
+            return found
+        helpful = {
+            key: value_of(self.config, key)
+            for key in VARIED
+            if key not in self.free and any(layouts(self.config, {*self.free, key}, self.gpus))
+        }
+        if helpful:
+            other = "other values" if len(helpful) > 1 else "another value"
             raise ConfigError(
-                f"no layout of {self.gpus} devices: expected a number that the batch "
-                f"(train.global_batch={self.config.train.global_batch}) and the heads can be split "
-                "over"
+                f"no layout of {self.gpus} devices has {' '.join(words_of(helpful))}: expected "
+                f"{other}, or none"
             )
-        found = [choice for choice in every if choice.matches(self.fixed)]
-        for key, value in self.fixed.items() if not found else ():
-            values = sorted({choice.value(key) for choice in every})
-            if value.lower() not in values:
-                raise ConfigError(f"{key}={value}: expected one of {', '.join(values)} in a search")
-        if not found:
-            keys = " ".join(words_of(self.fixed))
-            raise ConfigError(f"no layout of {self.gpus} devices has {keys}: expected fewer keys")
-        return found
+        raise ConfigError(
+            f"no layout of {self.gpus} devices: expected a number that the batch "
+            f"(train.global_batch={self.config.train.global_batch}) and the heads can be split over"
+        )
 
     def run(
         self,
@@ -277,15 +286,17 @@ class Search:
         found = []
         for choice in self.choices():
             cost = self._record.costs.get(str(choice.shape))
-            if not isinstance(cost, ShapeCost):
+            pipeline, microbatches = self._pipeline(choice), self.microbatches(choice)
+            stages = 0 if pipeline is None else pipeline.placement.stages
+            if not isinstance(cost, ShapeCost) or stages > self.config.model.layers:
                 continue
-            microbatches = self.microbatches(choice)
-            size, bound = cost.least_bytes(choice, microbatches), None
+            size, bound = cost.least_bytes(choice, microbatches, pipeline), None
             plan = self._record.plans.get(str(choice))
             if plan is not None and plan.bytes is not None:
                 size, bound = plan.bytes, plan.bound
             if size > room:
-                bound = cost.least_seconds(choice, microbatches) if bound is None else bound
+                if bound is None:
+                    bound = cost.least_seconds(choice, microbatches, pipeline)
                 found.append(TooLarge(choice, bound, size))
         least = min(found, key=lambda each: each.seconds, default=None)
         return least if least is not None and least.seconds < seconds else None
@@ -293,6 +304,9 @@ class Search:
     def microbatches(self, choice: LayoutChoice) -> int:
         """Return the number of micro-batches of a step."""
         return self.config.train.global_batch // (choice.dp * choice.shape.microbatch)
+
+    def _pipeline(self, choice: LayoutChoice) -> Pipeline | None:
+        return pipeline_of(self.config, choice, self.microbatches(choice))
 
     @contextlib.contextmanager
     def _workers(self, layouts: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
@@ -326,9 +340,12 @@ class Search:
             if isinstance(cost, str):
                 continue
             microbatches = self.microbatches(choice)
-            size = cost.least_bytes(choice, microbatches)
+            pipeline = self._pipeline(choice)
+            if pipeline is not None and pipeline.placement.stages > self.config.model.layers:
+                continue
+            size = cost.least_bytes(choice, microbatches, pipeline)
             if room is None or size <= room:
-                bound = cost.least_seconds(choice, microbatches)
+                bound = cost.least_seconds(choice, microbatches, pipeline)
                 found.append(_Entry(bound, number, choice, size))
         heapify(found)
         return found
@@ -346,19 +363,30 @@ class Search:
                 yield LayoutJob(choice, cost, bound, limit)
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split words of a configuration into those to keep, and values of keys that a search varies,
-    which fix these keys."""
-    kept, fixed = [], {}
+def _check_schedule(name: str) -> None:
+    """Raise ConfigError for an unknown schedule."""
+    if not is_user_schedule(name) and name != "auto":
+        try:
+            accepts(name)
+        except ScheduleError as error:
+            raise ConfigError(f"pipeline.schedule={name}: {error}") from None
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], frozenset[str]]:
+    """Return the words of a configuration whose layout is searched, and the keys that are free: all
+    that have no value among the words, or the value auto."""
+    kept, free = [f"{section}=unset" for section in SECTIONS], set(VARIED)
+    before: list[str] = []
     for word in words:
-        key, _, value = word.partition("=")
-        if key.partition(".")[0] in SECTIONS and key not in VARIED:
+        key, equals, value = word.partition("=")
+        section = key.partition(".")[0]
+        if section in SECTIONS and equals and key not in VARIED:
             own = [each for each in VARIED if each.partition(".")[0] in SECTIONS]
             raise ConfigError(
                 f"{word}: the search chooses these sections: expected at most {', '.join(own)}"
             )
-        if key in VARIED and value != "auto":
-            fixed[key] = value
-        else:
-            kept.append(word)
-    return kept, fixed
+        if key in VARIED and value == "auto":
+            continue
+        free.discard(key)
+        (kept if section in SECTIONS and equals else before).append(word)
+    return [*before, *kept], frozenset(free)

@@ -17,10 +17,10 @@ from megapipe.plan.measurements import BY_UNITS
 from megapipe.plan.memory_fit import step_figures
 from megapipe.plan.search.command import main
 from megapipe.plan.search.explain import costliest_kernels, step_shares
-from megapipe.plan.search.search import Search
 from megapipe.plan.step_time import simulate_step
 from megapipe.plan.unit import Kernel
 from megapipe.plan.units import Units
+from tests.parity.searches import search_of
 
 MODEL = (
     *("model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab_size=1000"),
@@ -104,7 +104,7 @@ def test_wave_loss_is_the_time_above_that_of_the_result(
 def test_the_fastest_layout_that_does_not_fit(tmp_path: Path) -> None:
     words = [*MODEL, "plan.device_gb=1.28"]
     fixed = {"activations.policy": "keep", "train.microbatch": "4", "parallel.tp": "1"}
-    search = Search(words, fixed, 4, Cache([tmp_path]))
+    search = search_of(words, fixed, 4, Cache([tmp_path]))
     found = search.run(3)
     room = search.speeds.plannable_bytes
     assert found.best
