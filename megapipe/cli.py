@@ -8,7 +8,6 @@ reported fast.
 import contextlib
 import json
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -31,6 +30,7 @@ from megapipe.config.keys import (
     MAPPINGS,
     OPTION_KEYS,
     OPTIONS_OF,
+    SEARCH_WORDS,
     SECTIONS,
     entry_of,
     expected,
@@ -86,6 +86,8 @@ class Command:
     """Where the values come from, for errors about several keys: a file, the command line, both."""
     notice: str | None = None
     """A line for the user about keys that were given by their old names."""
+    searched: frozenset[str] = frozenset()
+    """Keys whose values a search chooses before the run; `config` has their defaults."""
 
 
 _PARTS = ("data.subset", "data.dataset_split")
@@ -167,11 +169,18 @@ def parse(argv: Sequence[str]) -> Command:
     where = " and ".join(
         filter(None, (path and printable(path), "command line" if assignments else None))
     )
-    config, where = _config(given), where or "defaults"
+    where, named = where or "defaults", [each.key for each in given]
+    given, searched = _split_searched(given)
+    if searched and "--time-slices" in argv:
+        raise ConfigError(
+            f"{where}: --time-slices measures a layout: expected {_a_value(searched)}"
+        )
+    config = _config(given)
     refuse_code(config, where)
     return Command(
-        notice=old_names.notice(where, [each.key for each in given]),
+        notice=old_names.notice(where, named),
         config=config,
+        searched=searched,
         dry_run="--dry-run" in argv,
         as_json=JSON in argv,
         imbalance=_imbalance(values.get(IMBALANCE)),
@@ -181,15 +190,39 @@ def parse(argv: Sequence[str]) -> Command:
     )
 
 
-def configured(argv: Sequence[str]) -> Config:
-    """Return the configuration that `argv` describes. Print a line on stderr about old key names.
-
-    Raises :class:`ConfigError`, as :func:`parse` does.
-    """
+def parse_and_notify(argv: Sequence[str]) -> Command:
+    """Parse `argv` as :func:`parse` does. Print a line on stderr about old key names."""
     command = parse(argv)
     if command.notice is not None:
         print_notice(command.notice)
+    return command
+
+
+def configured(argv: Sequence[str]) -> Config:
+    """Return the configuration that `argv` describes. Print a line on stderr about old key names.
+
+    Raises :class:`ConfigError`, as :func:`parse` does, and for values that a search would choose.
+    """
+    command = parse_and_notify(argv)
+    if command.searched:
+        raise ConfigError(
+            f"{command.where}: only megapipe train and megapipe plan search a layout: expected "
+            f"{_a_value(command.searched)}"
+        )
     return command.config
+
+
+def _split_searched(given: Sequence[_Given]) -> tuple[list[_Given], frozenset[str]]:
+    """Return the values without those of keys whose values a search chooses, and these keys."""
+    named = [(old_names.new_name(each.key) or each.key, each) for each in given]
+    last = {key: each.value for key, each in named}
+    searched = frozenset(key for key, word in SEARCH_WORDS.items() if last.get(key) == word)
+    return [each for key, each in named if key not in searched], searched
+
+
+def _a_value(searched: Iterable[str]) -> str:
+    """Say which keys need a value instead of auto."""
+    return f"a value of {', '.join(sorted(searched))}"
 
 
 def _without(given: Iterable[_Given], key: str) -> list[_Given]:
@@ -253,17 +286,18 @@ def _imbalance(text: str | None) -> Fraction | None:
     return Fraction(str(value))
 
 
-def from_mapping(given: Mapping[str, Any], where: str) -> Config:
-    """Build a configuration from a mapping: ``{"train": {"steps": 9}}`` or ``{"train.steps": 9}``.
+def from_mapping(given: Mapping[str, Any], where: str) -> Command:
+    """Return the command to train with values of keys, ``{"train": {"steps": 9}}`` or
+    ``{"train.steps": 9}``.
 
     `where`: beginning of error lines. Raises :class:`ConfigError`.
     """
     items = [_Given(key, value, where) for key, value in _keys_of(given)]
-    config = _config(items)
+    kept, searched = _split_searched(items)
+    config = _config(kept)
     refuse_code(config, where)
-    if (notice := old_names.notice(where, [each.key for each in items])) is not None:
-        warnings.warn(notice, FutureWarning, stacklevel=2)
-    return config
+    notice = old_names.notice(where, [each.key for each in items])
+    return Command(config, where=where, notice=notice, searched=searched)
 
 
 def _keys_of(given: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

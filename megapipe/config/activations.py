@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import Needs, OnResume, Section, needs
+from megapipe.config.section import (
+    SEARCHED,
+    Needs,
+    OnResume,
+    Section,
+    needs,
+)
 
 ActivationPolicy = Literal["keep", "selective", "full", "stage"]
 StoredModule = Literal["norm", "attention", "mlp_activation"]
@@ -31,10 +37,11 @@ class ActivationsConfig(Section):
 
     ON_RESUME = OnResume.HARMLESS
 
-    policy: ActivationPolicy | list[ActivationPolicy] = "keep"
+    policy: Annotated[ActivationPolicy | list[ActivationPolicy], SEARCHED] = "keep"
     """Recomputation in the backward. keep: nothing, all that autograd saves stays; selective:
     `modules` (Korthikanti et al., 2205.05198); full: each block, from its input; stage: the whole
-    stage, from its input. One value for all stages, or a list with one for each virtual stage."""
+    stage, from its input. One value for all stages, or a list with one for each virtual stage.
+    auto: keep, selective or full, whichever makes the fastest layout that fits (megapipe plan)."""
     modules: Annotated[list[ActivationModule], needs("activations.policy", "selective")] = Field(
         ["norm", "attention", "mlp_activation"]
     )

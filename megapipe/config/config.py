@@ -24,6 +24,7 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.pipeline import STALE, PipelineConfig
 from megapipe.config.plan import PlanConfig
 from megapipe.config.section import (
+    SEARCHED,
     ExpectedText,
     Needs,
     OnResume,
@@ -341,8 +342,9 @@ class TrainConfig(Section):
     add `increment` after equal shares of the first `samples` samples, until `global_batch` is
     reached. Each size must be a multiple of microbatch x dp that the schedule accepts. Default:
     `global_batch` from the first step on."""
-    microbatch: Annotated[int, OnResume.HARMLESS] = Field(4, ge=1)
-    """Samples per micro-batch; a step has global_batch / (microbatch x dp) per replica."""
+    microbatch: Annotated[int, OnResume.HARMLESS, SEARCHED] = Field(4, ge=1)
+    """Samples per micro-batch; a step has global_batch / (microbatch x dp) per replica. auto: that
+    of the fastest layout that fits, as `megapipe plan` finds it."""
     loss_function: Annotated[str | None, OnResume.REFUSED] = None
     """Your own loss: `module:name` of a function (logits [b, s, V], labels [b, s], mask [b, s]) ->
     the sum of the unmasked tokens' losses. With `model.source`, logits are what the last layer

@@ -16,6 +16,7 @@ from megapipe.config.config import Config
 from megapipe.config.section import (
     ExpectedText,
     OptionsOf,
+    Searched,
     Section,
     keys_within,
     rules_of,
@@ -70,6 +71,12 @@ CODE = (
     *("optimizer.rule", "optimizer.schedule"),
 )
 """Keys whose values may name user code. Keys of data sources may too, and are not listed."""
+
+
+SEARCH_WORDS: dict[str, str] = {
+    key: rule.word for key, info in KEYS.items() for rule in rules_of(info, Searched)
+}
+"""Keys whose values a search may choose, each with the value that asks for it."""
 
 
 def user_code_keys(config: Config) -> Iterator[tuple[str, str]]:
@@ -133,7 +140,8 @@ def expected(info: FieldInfo) -> str:
     """Describe the values that a field takes: its :class:`ExpectedText`, or type and bounds."""
     for rule in rules_of(info, ExpectedText):
         return rule.words
-    words = ", or ".join(_alternatives(info.annotation))
+    search = [rule.word for rule in rules_of(info, Searched)]
+    words = ", or ".join([*_alternatives(info.annotation), *search])
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [
         f"{sign} {getattr(rule, name)}"

@@ -7,7 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.section import ExpectedText, OnResume, Section, UserPath
+from megapipe.config.section import (
+    SEARCHED,
+    ExpectedText,
+    OnResume,
+    Section,
+    UserPath,
+)
 
 
 class ElasticLayout(Section):
@@ -37,19 +43,20 @@ class ElasticLayout(Section):
 
 
 class ParallelConfig(Section):
-    """The process mesh: pp x dp x cp x tp, tp innermost."""
+    """The process mesh: pp x dp x cp x tp, tp innermost. Sizes that are auto are those of the
+    fastest layout that fits, as `megapipe plan` finds it with all other keys as they are."""
 
     ON_RESUME = OnResume.HARMLESS
 
-    dp: int | None = Field(None, ge=1)
+    dp: Annotated[int | None, SEARCHED] = Field(None, ge=1)
     """Number of data-parallel replicas; default: processes divided by the other sizes."""
-    tp: int = Field(1, ge=1)
+    tp: Annotated[int, SEARCHED] = Field(1, ge=1)
     """Number of tensor-parallel ranks, over which heads, MLP and vocabulary are split."""
-    pp: int = Field(1, ge=1)
+    pp: Annotated[int, SEARCHED] = Field(1, ge=1)
     """Number of pipeline ranks."""
-    cp: int = Field(1, ge=1)
+    cp: Annotated[int, SEARCHED] = Field(1, ge=1)
     """Number of context-parallel ranks, over which positions are split (section context)."""
-    ep: Annotated[int, EXPERTS] = Field(1, ge=1)
+    ep: Annotated[int, EXPERTS, SEARCHED] = Field(1, ge=1)
     """Number of expert-parallel ranks, over which the experts of a layer are split (model.moe).
     They are consecutive among the dp x cp x tp ranks with one pipeline index."""
     etp: Annotated[int, EXPERTS] = Field(1, ge=1)
@@ -63,9 +70,9 @@ class ParallelConfig(Section):
     `dp`, `tp`, `cp`, `ep`, `etp`, `ulysses`, `chunks`, `schedule`, `microbatch`. If there are fewer
     processes than the configured layout needs, for example after nodes are lost, the first layout
     that fits is used, with the same `train.global_batch`."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, SEARCHED] = False
     """Sequence parallelism as in Megatron-LM: outside of tensor-parallel regions, activations are
-    split over tp by position."""
+    split over tp by position. With tp=auto it is auto too unless it is set."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Communication library; auto: nccl if every process has a GPU to itself, else gloo."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

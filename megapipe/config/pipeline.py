@@ -12,6 +12,7 @@ from megapipe.config.section import (
     OnResume,
     OptionsOf,
     OptionValue,
+    Searched,
     Section,
     UserPath,
     needs,
@@ -95,10 +96,11 @@ class PipelineConfig(Section):
 
     ON_RESUME = OnResume.HARMLESS
 
-    schedule: UserPath = "1f1b"
+    schedule: Annotated[UserPath, Searched("planned")] = "1f1b"
     """Name of a registered schedule (`scripts/schedule.py list` shows them), your own function as
     `module:function`, or a file of operations with the ending `.csv`. auto: measure the first
-    steps, search a schedule for the measured times, and continue with it."""
+    steps, search a schedule for the measured times, and continue with it. planned: the registered
+    schedule, with its `chunks`, of the fastest layout that fits, as `megapipe plan` finds it."""
     placement: Annotated[
         Literal["loop", "v", "wave"] | None, needs("pipeline.schedule", "auto")
     ] = None

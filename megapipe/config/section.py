@@ -43,6 +43,18 @@ class OnResume(Enum):
 
 
 @dataclass(frozen=True)
+class Searched:
+    """Marks a key whose value a search may choose (``megapipe plan``); put into the field's
+    ``Annotated``."""
+
+    word: str = "auto"
+    """The value that asks for the search."""
+
+
+SEARCHED = Searched()
+
+
+@dataclass(frozen=True)
 class Needs:
     """Condition without which a key has no effect; put into the field's ``Annotated``."""
 

@@ -18,7 +18,7 @@ from megapipe.command_line import check_temporary_folder, load_torch, phase
 from megapipe.config.config import Config
 from megapipe.data.tokenizer import Tokenizer, load_tokenizer
 from megapipe.distributed.environment import set_environment
-from megapipe.errors import DoesNotFit, MegapipeError, Preempted
+from megapipe.errors import ConfigError, DoesNotFit, MegapipeError, Preempted
 from megapipe.launch import devices, progress, rendezvous
 from megapipe.launch.affinity import bind_near
 from megapipe.launch.launch_info import LaunchInfo
@@ -46,6 +46,7 @@ from megapipe.plan.memory_fit import fit_text, fits, size_text
 from megapipe.plan.moe.moe_layer_time import chosen_form
 from megapipe.plan.report import as_text
 from megapipe.plan.units import units_of_run
+from megapipe.train.searched_layout import search_layout, with_values
 from megapipe.util import heartbeat, retries
 from megapipe.watch.journal import Journal, text
 from megapipe.watch.rank import WATCHED_S, RankWatch
@@ -55,6 +56,11 @@ if TYPE_CHECKING:
 
     from megapipe.distributed.mesh import ParallelMesh
     from megapipe.train.callbacks.callback import Callback
+
+
+SEARCH_S = 3600.0
+"""Seconds that other ranks wait for a layout that rank 0 searches. A failure of rank 0 ends them at
+once."""
 
 
 class _Resolved(NamedTuple):
@@ -84,20 +90,22 @@ def start(
     stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before user code may load torch
         check_temporary_folder()
-        _set_environment(command.config)
-    resolved = _resolve(command, info)
-    if command.dry_run:
+        _set_environment(command)
+    if command.searched and (info.world == 1 or command.dry_run):
+        command = with_values(command, search_layout(command, _gpus(command, info)))
+    resolved = None if command.searched else _resolve(command, info)
+    if command.dry_run and resolved is not None:
         if info.rank == 0:
             _print_plan(command, *resolved)
         return 0
-    if command.time_slices:
+    if command.time_slices and resolved is not None:
         check_timeable(resolved.config, resolved.layout.schedule.slices)
     # torch is loaded after the configuration is known to be right, unless user code has loaded it
     if info.rank == 0:
         load_torch()
     import torch
 
-    if resolved.config.run.deterministic:
+    if command.config.run.deterministic:
         torch.use_deterministic_algorithms(True)
     with stop.steady if info.hosts else nullcontext():  # only one thread can open the store
         process = _Process(command, info, resolved, shutdown)
@@ -105,9 +113,11 @@ def start(
     return process.run(stop, callbacks)
 
 
-def _set_environment(config: Config) -> None:
+def _set_environment(command: Command) -> None:
     """Set environment variables that libraries read when they are loaded."""
-    alone = config.parallel.pp == 1 or config.pipeline.transport == "in_process"
+    config = command.config
+    one_stage = config.parallel.pp == 1 and "parallel.pp" not in command.searched
+    alone = one_stage or config.pipeline.transport == "in_process"
     set_environment(
         os.environ,
         sends_messages=not alone and device_kind(config) == "cuda",
@@ -134,6 +144,17 @@ def _resolve(command: Command, info: LaunchInfo) -> _Resolved:
 def _world(command: Command, info: LaunchInfo) -> int | None:
     """Return the number of processes; None if a plan without a launcher leaves it to the layout."""
     return None if command.dry_run and not info.launched else info.world
+
+
+def _gpus(command: Command, info: LaunchInfo) -> int:
+    """Return the number of processes for which a layout is searched. Raises :class:`ConfigError` if
+    a plan does not say it."""
+    world = _world(command, info) or command.config.plan.gpus
+    if world is None:
+        raise ConfigError(
+            f"{command.where}: the layout is searched for a number of processes: expected --gpus N"
+        )
+    return world
 
 
 def _print_plan(command: Command, config: Config, layout: Layout) -> None:
@@ -165,15 +186,20 @@ class _Process:
     """One process of a job, from its connection to the rendezvous store on."""
 
     def __init__(
-        self, command: Command, info: LaunchInfo, resolved: _Resolved, shutdown: type[Shutdown]
+        self,
+        command: Command,
+        info: LaunchInfo,
+        resolved: _Resolved | None,
+        shutdown: type[Shutdown],
     ) -> None:
+        """Connect to the rendezvous store. `resolved`: None if rank 0 has to search the layout."""
         from megapipe.train.trainer import Trainer  # imported late: it takes a while
 
         self._trainer = Trainer
         self._command = command
-        self._config, self._layout = config, layout = resolved
-        sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.ep_ranks)
-        allow_connections(sum(size - 1 for size in sizes) + info.world * info.hosts)
+        self._resolved = resolved
+        config = command.config
+        allow_connections(info.world * info.hosts)
         self._timeout = timeout = config.parallel.timeout_s
         self._store = store = rendezvous.open_store(info, timeout)
         self._watched = info.world > 1 and config.parallel.watchdog
@@ -191,6 +217,7 @@ class _Process:
 
         try:
             self._begin_to_watch()
+            self._take_layout()
             tokenizer = self._load_tokenizer()
             mesh = self._join(*self._agree(tokenizer))
             try:
@@ -229,7 +256,7 @@ class _Process:
         info = self.ending.info = rendezvous.place_on_host(self._store, self._info, self._timeout)
         if info.world == 1:
             return
-        run = self._config.run
+        run = self._command.config.run
         hub = info.address, info.port, "starting the monitor of the nodes"
         several = info.local_world < info.world
         self._watch = RankWatch(
@@ -244,6 +271,24 @@ class _Process:
         self.ending.lost_contact = self._watch.lost_contact
         self._journal = self._watch.journal
         self._journal.set_activity(text("waiting for the other ranks"))
+
+    def _take_layout(self) -> None:
+        """Take the resolved layout. If the command leaves the layout to a search, rank 0 chooses it
+        for all ranks; then resolve it."""
+        resolved = self._resolved
+        if resolved is None:
+
+            def search() -> str:
+                return json.dumps(search_layout(self._command, self._info.world))
+
+            rank = self._info.rank
+            self._journal.set_activity(text("searching the layout"))
+            found = rendezvous.of_rank_0(self._store, rank, SEARCH_S, "the layout", search)
+            self._command = with_values(self._command, json.loads(found))
+            resolved = _resolve(self._command, self._info)
+        self._config, self._layout = _, layout = resolved
+        sizes = (layout.dp, layout.tp, layout.cp, layout.pipeline_processes, layout.ep_ranks)
+        allow_connections(sum(size - 1 for size in sizes) + self._info.world * self._info.hosts)
 
     def _cease_to_watch(self) -> None:
         if self._watch is not None:

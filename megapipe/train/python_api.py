@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -65,14 +66,14 @@ def train(
     """
     from megapipe.distributed.mesh import world_size
 
-    config, where = _config(config)
+    command = _command(config)
     given = {
         ("model", "source"): model,
         ("data", "source"): data,
         ("train", "loss_function"): loss,
         ("optimizer", "rule"): rule,
     }
-    tree = config.model_dump()
+    tree = command.config.model_dump()
     for (section, key), value in given.items():
         if value is not None:
             tree[section][key] = name_of(
@@ -87,7 +88,8 @@ def train(
     try:
         with StopRequest() if catches_signals else _NoSignals() as stop:
             stop.interrupt = partial(interrupt_early, info)
-            job.start(cli.Command(config, where=where), info, stop, _Raising, callbacks)
+            command = replace(command, config=config, notice=None)
+            job.start(command, info, stop, _Raising, callbacks)
     finally:
         if world_size() is not None:
             rendezvous.end_process_group(info)
@@ -107,18 +109,22 @@ def name_of(value: Any, argument: str) -> str:
     return f"{module}:{name}"
 
 
-def _config(given: Any) -> tuple[Config, str]:
-    """Return a configuration, and the name of its origin for messages."""
+def _command(given: Any) -> cli.Command:
+    """Return the command to train with a configuration. Warn of old names of keys."""
+    command = _parsed(given)
+    if command.notice is not None:
+        warnings.warn(command.notice, FutureWarning, stacklevel=3)
+    return command
+
+
+def _parsed(given: Any) -> cli.Command:
     if isinstance(given, Config):
         refuse_code(given, WHERE)
-        return given, WHERE
+        return cli.Command(given, where=WHERE)
     if isinstance(given, Mapping):
-        return cli.from_mapping(given, WHERE), WHERE
+        return cli.from_mapping(given, WHERE)
     if isinstance(given, (str, os.PathLike)):
-        command = cli.parse([os.fspath(given)])
-        if command.notice is not None:
-            warnings.warn(command.notice, FutureWarning, stacklevel=3)
-        return command.config, command.where
+        return cli.parse([os.fspath(given)])
     raise ConfigError(
         f"{WHERE}: config is a {type(given).__name__}: expected a Config, a mapping or a path"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe import text
-from megapipe.cli import configured, dump, possible_words
+from megapipe.cli import dump, parse_and_notify, possible_words
 from megapipe.command_line import Parser, run_command, suggest
 from megapipe.errors import ConfigError
 from megapipe.plan.memory_fit import size_text
@@ -24,7 +24,7 @@ from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
 from megapipe.plan.search.layouts import with_keys, words_of
-from megapipe.plan.search.search import FoundLayouts, Progress, Search, split_words
+from megapipe.plan.search.search import FoundLayouts, Progress, Search, nothing_fits, split_words
 from megapipe.schedule.render.vector import to_svg
 
 SHOW_EVERY_S = 0.5
@@ -89,14 +89,15 @@ def run(given: argparse.Namespace) -> None:
         "plan.inter_node_gb_s": given.inter_node_gb_s,
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
-    search = Search(configured(words), free, given.gpus)
+    command = parse_and_notify(words)
+    search = Search(command.config, free | command.searched, given.gpus)
     shown = _Shown()
     found = search.run(given.top, shown, with_front=given.front or given.svg is not None)
     shown.clear()
     if not found.best and not found.complete:
         raise KeyboardInterrupt
     if not found.best:
-        raise ConfigError(_nothing_fits(search, found))
+        raise ConfigError(nothing_fits(search, found))
     listed = found.front if given.front else found.best
     if given.json:
         if not found.complete:
@@ -174,22 +175,6 @@ def _summary(found: FoundLayouts) -> str:
     return (
         f"{ended}{found.considered:,} layouts, {found.left_out:,} need too much memory or are "
         f"refused, {len(found.planned):,} planned in full"
-    )
-
-
-def _nothing_fits(search: Search, found: FoundLayouts) -> str:
-    """Say why there is no layout: the least memory found, and what would help."""
-    if found.least is None and found.refusal is not None:
-        return f"none of {found.considered:,} layouts can be run; for example: {found.refusal}"
-    if found.least is None:
-        return f"none of {found.considered:,} layouts fits: even their lower bounds do not"
-    size, choice = found.least
-    limit = search.speeds.plannable_bytes
-    room = "" if limit is None else f", but a plan may use {size_text(limit)}"
-    keys = " ".join(words_of(choice.keys))
-    return (
-        f"none of {found.considered:,} layouts fits: the least memory is {size_text(size)}{room}, "
-        f"with {keys}; more devices (--gpus) would help"
     )
 
 

@@ -18,6 +18,7 @@ from megapipe.layout.checks import check_device
 from megapipe.layout.devices import device_kind
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.cache import Cache, key_of
+from megapipe.plan.memory_fit import size_text
 from megapipe.plan.search.estimate import Estimate, ShapeCost
 from megapipe.plan.search.explain import TooLarge
 from megapipe.plan.search.layouts import (
@@ -193,9 +194,9 @@ class Search:
         self.speeds = known_speeds(config)
         named = any(user_code_keys(config))  # a key does not cover the files of user code
         self._cache = Cache([]) if named else cache or Cache()
-        everything = config.model_dump(mode="json", exclude={"run"})
+        rest = with_keys(config, DEFAULTS).model_dump(mode="json", exclude={"run"})
         device = repr(self.speeds), device_kind(config)
-        self._key = key_of(search=everything, gpus=gpus, device=device)
+        self._key = key_of(search=rest, gpus=gpus, device=device)
         self._record = self._cache.read(self._key, SearchRecord) or SearchRecord()
         self.planner = Planner(config, gpus, self._cache)
 
@@ -361,6 +362,22 @@ class Search:
                 state.take(choice, plan)
             elif bound < limit:
                 yield LayoutJob(choice, cost, bound, limit)
+
+
+def nothing_fits(search: Search, found: FoundLayouts) -> str:
+    """Say why there is no layout: the least memory found, and what would help."""
+    if found.least is None and found.refusal is not None:
+        return f"none of {found.considered:,} layouts can be run; for example: {found.refusal}"
+    if found.least is None:
+        return f"none of {found.considered:,} layouts fits: even their lower bounds do not"
+    size, choice = found.least
+    limit = search.speeds.plannable_bytes
+    room = "" if limit is None else f", but a plan may use {size_text(limit)}"
+    keys = " ".join(words_of(choice.keys))
+    return (
+        f"none of {found.considered:,} layouts fits: the least memory is {size_text(size)}{room}, "
+        f"with {keys}; more devices (--gpus) would help"
+    )
 
 
 def _check_schedule(name: str) -> None:
