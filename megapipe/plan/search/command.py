@@ -8,23 +8,27 @@ example: megapipe plan llama_70b --gpus 128 --device H100
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe import text
 from megapipe.cli import dump, parse_and_notify, possible_words
 from megapipe.command_line import Parser, run_command, suggest
+from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.memory_fit import size_text
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
 from megapipe.plan.search.layouts import with_keys, words_of
-from megapipe.plan.search.search import FoundLayouts, Progress, Search, nothing_fits, split_words
+from megapipe.plan.search.objectives import OBJECTIVES, Goal, Result
+from megapipe.plan.search.search import Progress, Search, split_words
 from megapipe.schedule.render.vector import to_svg
 
 SHOW_EVERY_S = 0.5
@@ -41,10 +45,26 @@ def parser() -> Parser:
         help="as for megapipe train; a value of a key that the search varies is kept",
     )
     suggest(keys, possible_words)
-    made.add_argument("--gpus", type=int, required=True, metavar="N", help="number of devices")
+    made.add_argument(
+        "--gpus", type=_numbers, required=True, metavar="N[,N...]",
+        help="number of devices; several: layouts of each of them are compared",
+    )  # fmt: skip
     made.add_argument("--device", help="device, as in H100; default: plan.device")
     made.add_argument("--gpus-per-node", type=int, metavar="N", help="parallel.ranks_per_node")
     made.add_argument("--inter-node-gb-s", type=float, metavar="X", help="plan.inter_node_gb_s")
+    made.add_argument(
+        "--objective", choices=OBJECTIVES, default="time",
+        help="; ".join(f"{name}: {meaning}" for name, meaning in OBJECTIVES.items())
+        + " (default: time)",
+    )  # fmt: skip
+    made.add_argument(
+        "--tokens", type=_count, metavar="N",
+        help="tokens of the run, as in 15T or 300B, for its days; default: those of the "
+        "configuration",
+    )  # fmt: skip
+    made.add_argument(
+        "--price", type=float, metavar="X", help="price of a device for an hour, for the run's cost"
+    )
     made.add_argument("--top", type=int, default=10, metavar="N", help="layouts to print")
     made.add_argument(
         "--front",
@@ -74,48 +94,113 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(given: argparse.Namespace) -> None:
-    if min(given.gpus, given.top, 1 if given.explain is None else given.explain) < 1:
-        raise ConfigError("--gpus, --top and --explain: expected numbers of at least 1")
-    for path in (given.output, given.svg):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.parent}")
-    if given.explain is not None and given.json:
-        raise ConfigError("--explain prints text: expected no --json beside it")
+    _check(given)
     words, free = split_words(given.keys)
     options = {
-        "plan.gpus": given.gpus,
         "plan.device": given.device,
         "parallel.ranks_per_node": given.gpus_per_node,
         "plan.inter_node_gb_s": given.inter_node_gb_s,
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
     command = parse_and_notify(words)
-    search = Search(command.config, free | command.searched, given.gpus)
     shown = _Shown()
-    found = search.run(given.top, shown, with_front=given.front or given.svg is not None)
+    goal = Goal(given.objective, given.gpus, given.top, given.front or given.svg is not None)
+
+    def searcher(config: Config, gpus: int) -> Search:
+        planned = with_keys(config, {"plan.gpus": gpus})
+        return Search(planned, free | command.searched, gpus)
+
+    results = goal.results(command.config, searcher, shown)
     shown.clear()
-    if not found.best and not found.complete:
+    listed = goal.listed(results)
+    if not listed:
         raise KeyboardInterrupt
-    if not found.best:
-        raise ConfigError(nothing_fits(search, found))
-    listed = found.front if given.front else found.best
+    budget = Budget(given.tokens, given.price)
     if given.json:
-        if not found.complete:
+        if not all(each.found.complete for each in results):
             print("interrupted: the list is not complete", file=sys.stderr)
-        print(json.dumps([_record(each) for each in listed]))
+        print(json.dumps([_record(each, found, budget) for each, found in listed]))
     else:
-        print(table(listed))
-        text.print_folded("", _summary(found))
+        print(table(listed, goal, budget))
+        for each in results:
+            text.print_folded("", _summary(each, several=len(results) > 1))
     if given.svg is not None:
-        devices = f"{search.gpus} {search.speeds.name or 'devices'}"
-        title = f"layouts of {search.config.run.name} on {devices}"
-        drawn = front_picture(title, found.planned, found.front, search.speeds.plannable_bytes)
-        _write(given.svg, to_svg(drawn))
+        _draw(given.svg, results[0])
     if given.output is not None:
-        fastest = with_keys(search.config, found.best[0].choice.keys)
-        _write(given.output, dump(fastest))
+        best, found = listed[0]
+        _write(given.output, dump(with_keys(best.search.config, found.choice.keys)))
     if given.explain is not None:
-        print(f"\n{_explanation(search, listed, given.explain)}")
+        print(f"\n{_explanation(listed, given.explain)}")
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are wrong, or that do not go together."""
+    if min(given.top, 1 if given.explain is None else given.explain) < 1:
+        raise ConfigError("--top and --explain: expected numbers of at least 1")
+    for path in (given.output, given.svg):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}")
+    if given.explain is not None and given.json:
+        raise ConfigError("--explain prints text: expected no --json beside it")
+    if given.objective == "cost" and given.price is None:
+        raise ConfigError("--objective cost: expected --price X, of a device for an hour")
+    several = len(given.gpus) > 1
+    if several and (given.svg is not None or given.objective in ("gpus", "sequence")):
+        other = "--svg" if given.svg is not None else f"--objective {given.objective}"
+        raise ConfigError(f"{other} takes one number of devices: expected --gpus N")
+    if given.price is not None and not 0 < given.price < inf:
+        raise ConfigError(f"--price {given.price}: expected a number above 0")
+
+
+def _numbers(words: str) -> list[int]:
+    """Read numbers of devices: 64,128."""
+    found = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected N or N,N, at least 1, not {words!r}")
+    return sorted(set(found))
+
+
+def _count(word: str) -> float:
+    """Read a number of tokens: 300B, 15T, 1e12."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(word[-1:].upper(), 1.0)
+    with contextlib.suppress(ValueError):
+        found = float(word[:-1] if scale > 1 else word) * scale
+        if 0 < found < inf:
+            return found
+    raise argparse.ArgumentTypeError(f"expected a number of tokens, as in 300B, not {word!r}")
+
+
+class Budget(NamedTuple):
+    """The tokens and the price of a device that a run is judged by."""
+
+    tokens: float | None
+    """Tokens of the run; None: those of the configuration."""
+    price: float | None
+    """Price of a device for an hour."""
+
+    def days(self, result: Result, found: Estimate) -> float:
+        """Return the days of the run, without saves and validation."""
+        train = result.search.config.train
+        tokens = self.tokens or train.samples * train.sequence_length
+        return tokens / found.tokens_per_second / DAY_S
+
+    def cost(self, result: Result, found: Estimate) -> float | None:
+        """Return the price of the run."""
+        hours = 24 * self.days(result, found) * result.search.gpus
+        return None if self.price is None else hours * self.price
+
+
+DAY_S = 24 * 3600.0
+"""Seconds of a day."""
+
+
+def _draw(path: Path, result: Result) -> None:
+    """Draw the layouts of a search."""
+    search, found = result
+    devices = f"{search.gpus} {search.speeds.name or 'devices'}"
+    title = f"layouts of {search.config.run.name} on {devices}"
+    drawn = front_picture(title, found.planned, found.front, search.speeds.plannable_bytes)
+    _write(path, to_svg(drawn))
 
 
 def _write(path: Path, content: str) -> None:
@@ -125,30 +210,44 @@ def _write(path: Path, content: str) -> None:
         raise ConfigError(f"{path}: {error.strerror}") from None
 
 
-def table(found: Sequence[Estimate]) -> str:
-    """Format layouts as a table with headings, the fastest first."""
-    headings = (
-        *("rank", "step s", "tokens/s/GPU", "MFU", "memory", "bubble"),
-        *("dp", "tp", "pp", "cp", "ep", "batch", "schedule", "recompute", "ZeRO"),
-    )
-    rows: list[tuple[str, ...]] = [headings]
-    for number, each in enumerate(found, start=1):
-        choice, shape = each.choice, each.choice.shape
-        gpus = choice.dp * choice.pp * shape.tp * shape.cp
+def table(listed: Sequence[tuple[Result, Estimate]], goal: Goal, budget: Budget) -> str:
+    """Format layouts as a table with headings, the best first."""
+    rows: list[dict[str, str]] = []
+    for number, (result, each) in enumerate(listed, start=1):
+        choice, shape, search = each.choice, each.choice.shape, result.search
+        row = {"rank": str(number)}
+        if len(goal.gpus) > 1 or goal.objective == "gpus":
+            row["GPUs"] = f"{search.gpus:,}"
+        if goal.objective == "sequence":
+            row["sequence"] = f"{search.config.train.sequence_length:,}"
+        row |= {
+            "step s": f"{each.seconds:.4g}",
+            "tokens/s/GPU": f"{each.tokens_per_second / search.gpus:,.0f}",
+            "MFU": f"{each.mfu:.1%}",
+            "memory": size_text(each.bytes),
+            "bubble": f"{each.bubble:.1%}",
+        }
+        if budget.tokens is not None or budget.price is not None:
+            row["days"] = f"{budget.days(result, each):.3g}"
+        if (cost := budget.cost(result, each)) is not None:
+            row["cost"] = f"{cost:,.0f}"
         chunks = f" x {choice.chunks}" if choice.chunks else ""
-        rows.append(
-            (
-                *(str(number), f"{each.seconds:.4g}", f"{each.tokens_per_second / gpus:,.0f}"),
-                *(f"{each.mfu:.1%}", size_text(each.bytes), f"{each.bubble:.1%}"),
-                *map(str, (choice.dp, shape.tp, choice.pp, shape.cp, shape.ep)),
-                *(str(shape.microbatch), f"{choice.schedule}{chunks}", shape.policy),
-                str(choice.zero),
-            )
-        )
-    return text.table([list(row) for row in rows], left=0)
+        row |= {
+            "dp": str(choice.dp),
+            "tp": str(shape.tp),
+            "pp": str(choice.pp),
+            "cp": str(shape.cp),
+            "ep": str(shape.ep),
+            "batch": str(shape.microbatch),
+            "schedule": f"{choice.schedule}{chunks}",
+            "recompute": shape.policy,
+            "ZeRO": str(choice.zero),
+        }
+        rows.append(row)
+    return text.table([[*rows[0]], *([*row.values()] for row in rows)], left=0)
 
 
-def _explanation(search: Search, listed: Sequence[Estimate], number: int) -> str:
+def _explanation(listed: Sequence[tuple[Result, Estimate]], number: int) -> str:
     """Explain a layout of the table.
 
     Raises:
@@ -156,25 +255,32 @@ def _explanation(search: Search, listed: Sequence[Estimate], number: int) -> str
     """
     if not 1 <= number <= len(listed):
         raise ConfigError(f"--explain {number}: expected 1 to {len(listed)}")
-    own = listed[number - 1]
+    result, own = listed[number - 1]
+    search = result.search
     units, too_large = search.planner.units(own.choice), search.too_large(own.seconds)
-    return explain(number, listed, units, search.speeds, too_large)
+    return explain(number, [each for _, each in listed], units, search.speeds, too_large)
 
 
-def _record(found: Estimate) -> dict[str, Any]:
+def _record(result: Result, found: Estimate, budget: Budget) -> dict[str, Any]:
     """Return a layout as a JSON record, in seconds and bytes."""
+    config = result.search.config
     return {
-        "keys": dict(found.choice.keys),
+        "gpus": result.search.gpus,
+        "keys": {"train.sequence_length": config.train.sequence_length, **found.choice.keys},
         **{name: value for name, value in found._asdict().items() if name != "choice"},
+        "days": budget.days(result, found),
+        "cost": budget.cost(result, found),
     }
 
 
-def _summary(found: FoundLayouts) -> str:
+def _summary(result: Result, *, several: bool) -> str:
     """Describe how many layouts were looked at."""
+    found = result.found
+    devices = f"{result.search.gpus:,} devices: " if several else ""
     ended = "" if found.complete else "interrupted; so far: "
     return (
-        f"{ended}{found.considered:,} layouts, {found.left_out:,} need too much memory or are "
-        f"refused, {len(found.planned):,} planned in full"
+        f"{devices}{ended}{found.considered:,} layouts, {found.left_out:,} need too much memory or "
+        f"are refused, {len(found.planned):,} planned in full"
     )
 
 

@@ -1,4 +1,4 @@
-"""What lower bounds of a layout use of its schedule."""
+"""Properties of schedules from which lower bounds of layouts are computed."""
 
 from __future__ import annotations
 
