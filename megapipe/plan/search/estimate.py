@@ -212,8 +212,8 @@ def without_host(speeds: Speeds) -> Speeds:
 SLACK = 0.97
 """Factor that lowers the bounds, because a layer can be faster in one stage than in another."""
 CUT_SLACK = 0.7
-"""Factor that lowers the bound if the schedule's properties are unknown: attention of a slice can have
-a faster kernel than that of a whole sequence."""
+"""Factor that lowers the bound if the schedule's properties are unknown: attention of a slice can
+have a faster kernel than that of a whole sequence."""
 
 
 @cache

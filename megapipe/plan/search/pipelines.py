@@ -17,8 +17,8 @@ from megapipe.schedule.placement import Placement
 
 
 class Pipeline(NamedTuple):
-    """Properties of a schedule from which bounds are computed, in a step with few micro-batches; with
-    more of them, no peak is lower."""
+    """Properties of a schedule from which bounds are computed, in a step with few micro-batches;
+    with more of them, no peak is lower."""
 
     placement: Placement
     stages: Sequence[Sequence[Sequence[int]]]
