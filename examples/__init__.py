@@ -1,0 +1,1 @@
+"""Examples that stand beside the package: they import it, and it does not import them."""
