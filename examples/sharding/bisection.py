@@ -15,7 +15,7 @@ from examples.sharding.boxing import route
 from examples.sharding.placement import Mesh, Placements, divides, split
 from examples.sharding.plan import Plan, Signatures, inputs_of, outputs_of
 from examples.sharding.program import Program
-from examples.sharding.rules import Signature, rule
+from examples.sharding.rules import Signature, signatures
 
 
 def halvings(count: int) -> Mesh:
@@ -103,7 +103,7 @@ def _sizes(places: Sequence[object]) -> tuple[int, ...]:
 
 def _splitting(program: Program, index: int) -> list[Signature]:
     """Return the signatures that split an operation."""
-    return [each for each in rule(program.ops[index], program.shapes).signatures() if each.splits]
+    return [each for each in signatures(program.ops[index], program) if each.splits]
 
 
 def _made(program: Program, index: int, both: Signatures) -> dict[str, Placements]:
@@ -163,9 +163,9 @@ def exhaustive(program: Program, count: int) -> Plan:
         product(_splitting(program, index), repeat=count) for index in range(len(program.ops))
     ]
     best: tuple[int, _Choice] | None = None
-    for signatures in product(*choices):
+    for chosen in product(*choices):
         sent, at, stored = 0, dict[str, Placements](), dict[str, Placements]()
-        for index, both in enumerate(signatures):
+        for index, both in enumerate(chosen):
             for position, value in enumerate(program.ops[index].inputs):
                 if value in program.inputs:
                     to = inputs_of(both, position)
@@ -179,6 +179,6 @@ def exhaustive(program: Program, count: int) -> Plan:
             sent += cost
             at |= _made(program, index, both)
         else:
-            best = sent, _Choice(stored, signatures)
+            best = sent, _Choice(stored, chosen)
     assert best is not None, "every operation can be split"
     return _plan(program, count, best[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from examples.sharding.placement import (
     divides,
 )
 from examples.sharding.program import Op, Program
-from examples.sharding.rules import RULES, Signature, rule
+from examples.sharding.rules import Signature, signatures
 from megapipe.errors import ConfigError
 
 Hints = dict[str, tuple[Placement | None, ...]]
@@ -75,13 +76,11 @@ class Copies:
 def moves(plan: Plan) -> Iterator[Move]:
     """Yield what has to be boxed, in the order in which the program runs."""
     copies = Copies(plan.program, plan.mesh.sizes, {n: [p] for n, p in plan.inputs.items()})
-    for index, (op, signatures) in enumerate(
-        zip(plan.program.ops, plan.signatures, strict=True)
-    ):
+    for index, (op, chosen) in enumerate(zip(plan.program.ops, plan.signatures, strict=True)):
         for position, value in enumerate(op.inputs):
-            yield from _move(copies, index, value, inputs_of(signatures, position))
+            yield from _move(copies, index, value, inputs_of(chosen, position))
         for position, value in enumerate(op.outputs):
-            copies.at[value] = [outputs_of(signatures, position)]
+            copies.at[value] = [outputs_of(chosen, position)]
     for name, value in plan.program.outputs.items():
         yield from _move(copies, len(plan.program.ops), value, plan.outputs[name])
 
@@ -93,14 +92,14 @@ def _move(copies: Copies, index: int, value: str, to: Placements) -> Iterator[Mo
         yield Move(index, value, source, to, steps)
 
 
-def inputs_of(signatures: Signatures, position: int) -> Placements:
+def inputs_of(chosen: Signatures, position: int) -> Placements:
     """Return the placements of an input, by its position."""
-    return tuple(signature.inputs[position] for signature in signatures)
+    return tuple(signature.inputs[position] for signature in chosen)
 
 
-def outputs_of(signatures: Signatures, position: int) -> Placements:
+def outputs_of(chosen: Signatures, position: int) -> Placements:
     """Return the placements of an output, by its position."""
-    return tuple(signature.outputs[position] for signature in signatures)
+    return tuple(signature.outputs[position] for signature in chosen)
 
 
 class Traffic(NamedTuple):
@@ -132,17 +131,17 @@ def planned_traffic(plan: Plan) -> Traffic:
     return traffic([step for move in moves(plan) for step in move.steps], plan.mesh)
 
 
-def choices(op: Op, program: Program, sizes: tuple[int, ...]) -> list[Signatures]:
+@lru_cache(maxsize=2**12)
+def choices(op: Op, program: Program, sizes: tuple[int, ...]) -> tuple[Signatures, ...]:
     """Return the signatures that an operation can have on all axes together: all parts of split
     dimensions are equal."""
-    own = rule(op, program.shapes).signatures()
     found = []
-    for signatures in product(own, repeat=len(sizes)):
-        tensors = [(value, inputs_of(signatures, at)) for at, value in enumerate(op.inputs)]
-        tensors += [(value, outputs_of(signatures, at)) for at, value in enumerate(op.outputs)]
+    for chosen in product(signatures(op, program), repeat=len(sizes)):
+        tensors = [(value, inputs_of(chosen, at)) for at, value in enumerate(op.inputs)]
+        tensors += [(value, outputs_of(chosen, at)) for at, value in enumerate(op.outputs)]
         if all(divides(program.shapes[value], places, sizes) for value, places in tensors):
-            found.append(signatures)
-    return found
+            found.append(chosen)
+    return tuple(found)
 
 
 _EAGER = ("add", "view", "_unsafe_view", "t", "transpose")
@@ -163,7 +162,7 @@ def complete(program: Program, mesh: Mesh, hints: Hints, *, deferred: bool = Fal
     for op in program.ops:
         allowed = choices(op, program, sizes)
         if not deferred:
-            allowed = [each for each in allowed if _is_eager(op, each, copies)]
+            allowed = tuple(each for each in allowed if _is_eager(op, each, copies))
         best = min(allowed, key=lambda each: _rank(op, each, hints, copies))
         for position, value in enumerate(op.inputs):
             to = inputs_of(best, position)
@@ -180,8 +179,8 @@ def _placed(hint: tuple[Placement | None, ...] | None, mesh: Mesh) -> Placements
     return tuple(place or BROADCAST for place in hint) if hint else mesh.replicated
 
 
-def _is_eager(op: Op, signatures: Signatures, copies: Copies) -> bool:
-    for axis, signature in enumerate(signatures):
+def _is_eager(op: Op, chosen: Signatures, copies: Copies) -> bool:
+    for axis, signature in enumerate(chosen):
         if signature.passes_partial and not (
             op.name in _EAGER
             and all(copies.at[value][0][axis] == PARTIAL for value in op.inputs)
@@ -191,16 +190,16 @@ def _is_eager(op: Op, signatures: Signatures, copies: Copies) -> bool:
 
 
 def _rank(
-    op: Op, signatures: Signatures, hints: Hints, copies: Copies
+    op: Op, chosen: Signatures, hints: Hints, copies: Copies
 ) -> tuple[int, int, int]:
     """Return differences from hints, bytes of boxing, and the number of its steps."""
     differences, sent, steps = 0, 0, 0
-    values = [(value, inputs_of(signatures, at)) for at, value in enumerate(op.inputs)]
+    values = [(value, inputs_of(chosen, at)) for at, value in enumerate(op.inputs)]
     for value, places in values:
         _, path = copies.nearest(value, places)
         sent += sum(step.bytes for step in path)
         steps += len(path)
-    values += [(value, outputs_of(signatures, at)) for at, value in enumerate(op.outputs)]
+    values += [(value, outputs_of(chosen, at)) for at, value in enumerate(op.outputs)]
     for value, places in values:
         asked = hints.get(value, (None,) * len(places))
         differences += sum(
@@ -222,8 +221,3 @@ def _checked(program: Program, mesh: Mesh, hints: Hints) -> Hints:
                 f"{','.join(map(str, hint))} on {dict(mesh.axes)}: parts have to be equal"
             )
     return hints
-
-
-def needs_rules(program: Program) -> list[str]:
-    """Return the operations of a program that have no rule."""
-    return sorted({op.name for op in program.ops} - set(RULES))

@@ -18,7 +18,7 @@ class Ref(NamedTuple):
     value: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself, so that results can be cached
 class Op:
     """One torch operation of a program."""
 
@@ -42,7 +42,7 @@ class Op:
         return (out,) if isinstance(out, Tensor) else tuple(out[: len(self.outputs)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal only to itself, so that results can be cached
 class Program:
     """Operations in an order in which they can run."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from examples.sharding.placement import BROADCAST, Mesh, Placement, divides
 from examples.sharding.plan import Hints
 from examples.sharding.program import Op, Program
-from examples.sharding.rules import rule
+from examples.sharding.rules import signatures
 
 
 def propagate(
@@ -57,7 +57,7 @@ def _implied(op: Op, program: Program, hints: Hints, axis: int) -> dict[str, Pla
     if not any(place is not None and place.kind == "S" for place in known):
         return {}
     fitting = []
-    for signature in rule(op, program.shapes).signatures():
+    for signature in signatures(op, program):
         places = (*signature.inputs, *signature.outputs)
         if all(k is None or k == p for k, p in zip(known, places, strict=True)):
             fitting.append(places)

@@ -14,6 +14,7 @@ Nothing here is taken on trust: :func:`verify` runs every signature on pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from string import ascii_letters
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from examples.sharding.placement import (
     local_shape,
     split,
 )
-from examples.sharding.program import Op
+from examples.sharding.program import Op, Program
 from megapipe.errors import ConfigError
 
 
@@ -215,6 +216,12 @@ def rule(op: Op, shapes: Mapping[str, Shape]) -> Rule:
     return RULES[op.name](op, [shapes[x] for x in op.inputs], [shapes[x] for x in op.outputs])
 
 
+@lru_cache(maxsize=2**12)
+def signatures(op: Op, program: Program) -> tuple[Signature, ...]:
+    """Return the signatures of an operation of a program."""
+    return tuple(rule(op, program.shapes).signatures())
+
+
 def run_piece(op: Op, pieces: Sequence[Tensor], shape: Shape) -> tuple[Tensor, ...]:
     """Run an operation on pieces of its inputs; `shape`: that of the first output's piece."""
     if RULES[op.name] is _view:
@@ -263,18 +270,14 @@ def check(
     return Check(op, signature, error)
 
 
-def verify(
-    ops: Sequence[Op],
-    shapes: Mapping[str, Shape],
-    values: Mapping[str, Tensor],
-    devices: int = 2,
-) -> list[Check]:
-    """Execute every signature of the operations on pieces of `values` (all values of a run)."""
+def verify(program: Program, tensors: Mapping[str, Tensor], devices: int = 2) -> list[Check]:
+    """Execute every signature of every operation on pieces of the tensors that it has in a run."""
     generator = torch.Generator().manual_seed(1)
+    values = program.run(tensors)
     found = []
-    for op in ops:
+    for op in program.ops:
         inputs = [values[name] for name in op.inputs]
-        for signature in rule(op, shapes).signatures():
+        for signature in signatures(op, program):
             done = check(op, signature, inputs, devices, generator)
             found += [done] if done else []
     return found
