@@ -64,7 +64,9 @@ class Runtime:
         known: set[str] = set()
         for actor in actors:
             if actor.registers < 1:
-                raise ConfigError(f"actor {actor.name}: {actor.registers} registers; 1 is the least")
+                raise ConfigError(
+                    f"actor {actor.name}: {actor.registers} registers; 1 is the least"
+                )
             for name in actor.inputs:
                 if name not in known:
                     raise ConfigError(f"actor {actor.name}: no earlier actor is called {name!r}")
@@ -119,9 +121,7 @@ class Runtime:
         state.used = max(state.used, self.actors[name].registers - state.free)
         return [queue.popleft() for queue in state.waiting.values()]
 
-    def _end(
-        self, name: str, result: tuple[int, Any], reads: tuple[tuple[str, int], ...]
-    ) -> None:
+    def _end(self, name: str, result: tuple[int, Any], reads: tuple[tuple[str, int], ...]) -> None:
         """Send the result to all consumers, and give the credits of its inputs back."""
         state = self.states[name]
         state.busy = False

@@ -53,7 +53,7 @@ def _halve(program: Program, fixed: _Choice, width: int) -> list[tuple[int, _Cho
     """
     first_read, last_read = _reads(program)
     states: dict[_Live, list[tuple[int, _Choice]]] = {frozenset(): [(0, _Choice({}, ()))]}
-    for index, op in enumerate(program.ops):
+    for index in range(len(program.ops)):
         new = [value for value in program.inputs if first_read[value] == index]
         ways = [_stored(program, value, fixed.inputs[value]) for value in new]
         after: dict[_Live, list[tuple[int, _Choice]]] = {}
@@ -137,6 +137,12 @@ def _returned(program: Program, value: str, places: Placements) -> Placements:
     return min(every, key=lambda to: _sent(program, value, places, to))
 
 
+def _nearest(program: Program, value: str, to: Placements) -> Placements:
+    """Return where an input is stored best for its only reader, split along every axis."""
+    every = _split_ways(program, value, len(to))
+    return min(every, key=lambda places: _sent(program, value, places, to))
+
+
 def _split_ways(program: Program, value: str, count: int) -> list[Placements]:
     """Return the ways to split a value along all of `count` axes."""
     every: list[Placements] = [()]
@@ -169,12 +175,9 @@ def exhaustive(program: Program, count: int) -> Plan:
             for position, value in enumerate(program.ops[index].inputs):
                 if value in program.inputs:
                     to = inputs_of(both, position)
-                    stored[value] = min(
-                        _split_ways(program, value, count),
-                        key=lambda at, value=value, to=to: _sent(program, value, at, to),
-                    )
+                    stored[value] = _nearest(program, value, to)
             cost = _bytes(program, index, both, at | stored)
-            if cost is None or best is not None and sent + cost >= best[0]:
+            if cost is None or (best is not None and sent + cost >= best[0]):
                 break
             sent += cost
             at |= _made(program, index, both)

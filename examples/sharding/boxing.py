@@ -9,7 +9,7 @@ all-to-all (OneFlow, 2110.15032, table 2). A slice and zeros elsewhere send noth
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
@@ -81,7 +81,7 @@ def _in_order(at: Placements, axis: int) -> bool:
     return at[axis].kind != "S" or at[axis] not in at[axis + 1 :]
 
 
-@lru_cache(maxsize=None)
+@cache
 def route(
     shape: Shape, source: Placements, to: Placements, sizes: tuple[int, ...]
 ) -> tuple[Step, ...]:
@@ -170,11 +170,7 @@ def scatter(
     else:
         same = [value] * count
         mine = same if place == BROADCAST else _converted(same, BROADCAST, place)
-    return [
-        piece
-        for each in mine
-        for piece in scatter(each, placements[1:], sizes[1:], generator)
-    ]
+    return [piece for each in mine for piece in scatter(each, placements[1:], sizes[1:], generator)]
 
 
 def assemble(pieces: list[Tensor], placements: Placements, sizes: tuple[int, ...]) -> Tensor:

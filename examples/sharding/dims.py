@@ -28,8 +28,11 @@ GPT_BLOCK: Mapping[str, Sequence[str]] = {
     "mlp.up.bias": ("wide",),
     "mlp.down.weight": ("hidden", "wide"),
     "mlp.down.bias": ("hidden",),
-    **{f"{each}_norm.{kind}": ("hidden",) for each in ("attention", "mlp")
-       for kind in ("weight", "bias")},
+    **{
+        f"{each}_norm.{kind}": ("hidden",)
+        for each in ("attention", "mlp")
+        for kind in ("weight", "bias")
+    },
 }
 """Dimension names of the inputs of a GPT block."""
 
@@ -88,7 +91,9 @@ def layout_hints(
         if name in axes:
             before = hints.get(value, (None,) * len(mesh.axes))
             after: tuple[Placement | None, ...] = (
-                *before[: axes[name]], split(dim), *before[axes[name] + 1 :]
+                *before[: axes[name]],
+                split(dim),
+                *before[axes[name] + 1 :],
             )
             full = tuple(each or BROADCAST for each in after)
             if divides(program.shapes[value], full, mesh.sizes):

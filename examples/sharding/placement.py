@@ -94,21 +94,15 @@ class Mesh:
 
 def parts(placements: Placements, sizes: Sequence[int], dim: int) -> int:
     """Return into how many parts a dimension is split."""
-    return prod(
-        size for place, size in zip(placements, sizes, strict=True) if place == split(dim)
-    )
+    return prod(size for place, size in zip(placements, sizes, strict=True) if place == split(dim))
 
 
 def divides(shape: Shape, placements: Placements, sizes: Sequence[int]) -> bool:
     """Whether every split dimension exists and has parts of equal length."""
     dims = {place.dim for place in placements if place.kind == "S"}
-    return all(
-        dim < len(shape) and shape[dim] % parts(placements, sizes, dim) == 0 for dim in dims
-    )
+    return all(dim < len(shape) and shape[dim] % parts(placements, sizes, dim) == 0 for dim in dims)
 
 
 def local_shape(shape: Shape, placements: Placements, sizes: Sequence[int]) -> Shape:
     """Return the shape of the pieces of a value."""
-    return tuple(
-        length // parts(placements, sizes, dim) for dim, length in enumerate(shape)
-    )
+    return tuple(length // parts(placements, sizes, dim) for dim, length in enumerate(shape))

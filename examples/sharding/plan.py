@@ -151,8 +151,9 @@ _EAGER = ("add", "view", "_unsafe_view", "t", "transpose")
 def complete(program: Program, mesh: Mesh, hints: Hints, *, deferred: bool = False) -> Plan:
     """Choose the signatures that fit the hints best, then those with fewest bytes, in order.
 
-    A value without a hint should not be split. Partial values are summed before the next operation that is more than a view or a sum of
-    partial values. If `deferred`, they are summed as late as the rules allow, as OneFlow does.
+    A value without a hint should not be split. Partial values are summed before the next operation
+    that is more than a view or a sum of partial values. If `deferred`, they are summed as late as
+    the rules allow, as OneFlow does.
     """
     hints = _checked(program, mesh, hints)
     sizes = mesh.sizes
@@ -160,9 +161,7 @@ def complete(program: Program, mesh: Mesh, hints: Hints, *, deferred: bool = Fal
     copies = Copies(program, sizes, {name: [places] for name, places in inputs.items()})
     chosen = []
     for op in program.ops:
-        allowed = choices(op, program, sizes)
-        if not deferred:
-            allowed = tuple(each for each in allowed if _is_eager(op, each, copies))
+        allowed = [x for x in choices(op, program, sizes) if _may_pass(op, x, copies, deferred)]
         best = min(allowed, key=lambda each: _rank(op, each, hints, copies))
         for position, value in enumerate(op.inputs):
             to = inputs_of(best, position)
@@ -179,19 +178,18 @@ def _placed(hint: tuple[Placement | None, ...] | None, mesh: Mesh) -> Placements
     return tuple(place or BROADCAST for place in hint) if hint else mesh.replicated
 
 
-def _is_eager(op: Op, chosen: Signatures, copies: Copies) -> bool:
+def _may_pass(op: Op, chosen: Signatures, copies: Copies, deferred: bool) -> bool:
+    """Whether partial inputs that are only handed on are partial already: some of them if sums are
+    deferred, otherwise all."""
     for axis, signature in enumerate(chosen):
-        if signature.passes_partial and not (
-            op.name in _EAGER
-            and all(copies.at[value][0][axis] == PARTIAL for value in op.inputs)
-        ):
-            return False
+        if signature.passes_partial:
+            partial = [copies.at[value][0][axis] == PARTIAL for value in op.inputs]
+            if not (any(partial) if deferred else op.name in _EAGER and all(partial)):
+                return False
     return True
 
 
-def _rank(
-    op: Op, chosen: Signatures, hints: Hints, copies: Copies
-) -> tuple[int, int, int]:
+def _rank(op: Op, chosen: Signatures, hints: Hints, copies: Copies) -> tuple[int, int, int]:
     """Return differences from hints, bytes of boxing, and the number of its steps."""
     differences, sent, steps = 0, 0, 0
     values = [(value, inputs_of(chosen, at)) for at, value in enumerate(op.inputs)]

@@ -9,7 +9,7 @@ whose parts of one layer run on one device one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,10 +37,9 @@ class Task(NamedTuple):
     """Part of every operation, if they are divided by heads or vocabulary; None: all of it."""
 
     def __str__(self) -> str:
-        whose = "" if self.part is None else f" part {self.part}"
-        return f"{self.kind} of layers {self.layers[0]}-{self.layers[1] - 1}, micro-batch " + (
-            f"{self.microbatch}{whose}"
-        )
+        first, after = self.layers
+        text = f"{self.kind} of layers {first}-{after - 1}, micro-batch {self.microbatch}"
+        return text if self.part is None else f"{text}, part {self.part}"
 
 
 class TaskGraph:
@@ -233,5 +232,3 @@ def co_shard(mlp: MLP, parts: int) -> Callable[[Tensor], Tensor]:
         return y
 
     return run
-
-

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from examples.sharding.placement import Shape
@@ -83,9 +83,9 @@ def _read(
     for node in nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        kind = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+        kind = node.target.overloadpacket.__name__
         if kind in _NOTHING:
-            names[node] = names[node.args[0]]  # type: ignore[index]
+            names[node] = names[node.args[0]]
             continue
         ops.append(_op(node, kind, names, shapes))
     return names, shapes, ops

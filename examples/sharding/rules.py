@@ -8,7 +8,7 @@ whole. From this follow the signatures of OneFlow (2110.15032):
   without it is a sum over it, so it is partial.
 - an operation that is linear in some inputs takes these as partial, and its outputs are partial.
 
-Nothing here is taken on trust: :func:`verify` runs every signature on pieces.
+Nothing here is taken on trust: :mod:`examples.sharding.verify` runs every signature on pieces.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from functools import lru_cache
 from string import ascii_letters
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from examples.sharding.boxing import assemble, scatter
 from examples.sharding.placement import (
     BROADCAST,
     PARTIAL,
     Placement,
     Shape,
-    divides,
-    local_shape,
     split,
 )
 from examples.sharding.program import Op, Program
@@ -113,15 +109,16 @@ def _pointwise(*linear: tuple[int, ...]) -> _Make:
 
     def make(op: Op, ins: Shapes, outs: Shapes) -> Rule:
         (out,) = outs
+        letters = ascii_letters[: len(out)]
         texts = tuple(
             "".join(
                 "." if length == 1 else letter
-                for length, letter in zip(shape, ascii_letters[len(out) - len(shape) :])
+                for length, letter in zip(shape, letters[len(out) - len(shape) :], strict=True)
             )
             for shape in ins
         )
         groups = linear if len(ins) == len(op.args[:2]) else ()
-        return Rule(texts, (ascii_letters[: len(out)],), groups)
+        return Rule(texts, (letters,), groups)
 
     return make
 
@@ -138,9 +135,7 @@ def _sum(op: Op, ins: Shapes, outs: Shapes) -> Rule:
     dims = [dim % len(shape) for dim in op.args[1]] if len(op.args) > 1 else range(len(shape))
     keep = len(op.args) > 2 and op.args[2]
     text = ascii_letters[: len(shape)]
-    out = (
-        ("." if keep else "") if dim in dims else letter for dim, letter in enumerate(text)
-    )
+    out = (("." if keep else "") if dim in dims else letter for dim, letter in enumerate(text))
     return Rule((text,), ("".join(out),), ((0,),))
 
 
@@ -227,57 +222,3 @@ def run_piece(op: Op, pieces: Sequence[Tensor], shape: Shape) -> tuple[Tensor, .
     if RULES[op.name] is _view:
         return (pieces[0].reshape(shape),)
     return op.run(pieces)
-
-
-class Check(NamedTuple):
-    """The outcome of executing a signature."""
-
-    op: Op
-    signature: Signature
-    error: float
-    """Largest difference from the whole operation; infinity if replicas differ."""
-
-
-def check(
-    op: Op,
-    signature: Signature,
-    inputs: Sequence[Tensor],
-    devices: int,
-    generator: torch.Generator,
-) -> Check | None:
-    """Execute a signature on pieces; None if a dimension is not divisible by `devices`."""
-    expected = op.run(inputs)
-    sizes = (devices,)
-    tensors = (*inputs, *expected)
-    places = (*signature.inputs, *signature.outputs)
-    if not all(divides(tuple(x.shape), (p,), sizes) for x, p in zip(tensors, places, strict=True)):
-        return None
-    pieces = [
-        scatter(tensor, (place,), sizes, generator)
-        for tensor, place in zip(inputs, signature.inputs, strict=True)
-    ]
-    shape = local_shape(tuple(expected[0].shape), signature.outputs[:1], sizes)
-    results = [run_piece(op, own, shape) for own in zip(*pieces, strict=True)]
-    error = 0.0
-    for index, (whole, place) in enumerate(zip(expected, signature.outputs, strict=True)):
-        try:
-            made = assemble([result[index] for result in results], (place,), sizes)
-        except ValueError:
-            return Check(op, signature, float("inf"))
-        if made.shape != whole.shape:
-            return Check(op, signature, float("inf"))
-        error = max(error, float((made - whole).abs().max()))
-    return Check(op, signature, error)
-
-
-def verify(program: Program, tensors: Mapping[str, Tensor], devices: int = 2) -> list[Check]:
-    """Execute every signature of every operation on pieces of the tensors that it has in a run."""
-    generator = torch.Generator().manual_seed(1)
-    values = program.run(tensors)
-    found = []
-    for op in program.ops:
-        inputs = [values[name] for name in op.inputs]
-        for signature in signatures(op, program):
-            done = check(op, signature, inputs, devices, generator)
-            found += [done] if done else []
-    return found

@@ -52,8 +52,9 @@ class _Node:
         """Return the child with the highest upper confidence bound (UCT, Kocsis 2006)."""
         return max(
             self.children.items(),
-            key=lambda item: item[1].total / item[1].visits
-            + explore * sqrt(log(self.visits) / item[1].visits),
+            key=lambda item: (
+                item[1].total / item[1].visits + explore * sqrt(log(self.visits) / item[1].visits)
+            ),
         )
 
 

@@ -169,7 +169,9 @@ def verified(substitution: Substitution, devices: int = 2, seed: int = 0) -> boo
         name: [fresh(name) for _ in range(devices)] if name in substitution.pieces else fresh(name)
         for name in substitution.shapes
     }
-    leaves = [x for value in values.values() for x in (value if isinstance(value, list) else [value])]
+    leaves = [
+        x for value in values.values() for x in (value if isinstance(value, list) else [value])
+    ]
     sides = []
     for expr in (substitution.before, substitution.after):
         value, _ = evaluate(expr, values, devices)

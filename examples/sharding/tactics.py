@@ -32,9 +32,7 @@ def tensor_parallel(axis: str) -> Tactic:
     return Tactic(axis, {"attention.q.weight": split(0), "mlp.up.weight": split(0)})
 
 
-def zero(
-    program: Program, mesh: Mesh, axis: str, hints: Hints, *, weights: bool
-) -> Tactic:
+def zero(program: Program, mesh: Mesh, axis: str, hints: Hints, *, weights: bool) -> Tactic:
     """Return the tactic that splits each parameter's gradient over replicas (ZeRO-2, 1910.02054),
     and with `weights` the parameter too (ZeRO-3).
 
@@ -59,8 +57,8 @@ def zero(
 def apply_tactics(program: Program, mesh: Mesh, tactics: Sequence[Tactic]) -> Hints:
     """Apply tactics in order, each followed by propagation to a fixed point."""
     hints: Hints = {}
-    for axis, annotations in tactics:
-        hints = propagate(program, mesh, axis, annotations, hints)
+    for tactic in tactics:
+        hints = propagate(program, mesh, tactic.axis, tactic.annotations, hints)
     return hints
 
 
