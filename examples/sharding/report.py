@@ -75,9 +75,9 @@ def plans(sizes: Sizes) -> Iterator[str]:
     for name, plan in strategies(program, mesh, "data", "model").items():
         yield from _lines(f"PartIR, {name}", plan)
     yield "\nSearches on 2 devices that hold 60% of parameters and gradients, and halvings for 4"
-    yield from _lines("Automap, block", _searched(program, 60))
+    yield from _lines("Automap, block", _searched(program, 40))
     mlp = record(MLP(sizes.hidden, 4 * sizes.hidden), sizes.shape)
-    yield from _lines("Automap, MLP", _searched(mlp, 100))
+    yield from _lines("Automap, MLP", _searched(mlp, 60))
     layers = (nn.Linear(sizes.hidden, sizes.hidden, bias=False) for _ in range(3))
     rows = sizes.batch * sizes.sequence
     products = record(nn.Sequential(*layers), (rows, sizes.hidden), backward=False)

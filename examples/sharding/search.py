@@ -105,8 +105,10 @@ class Search:
             taken += [] if decision is None else [decision]
             if fresh:
                 break
-        while not ended and len(taken) < self.depth and self.random.random() < 0.5:
-            taken.append(self.random.choice(self.decisions))
+        while not ended and len(taken) < self.depth:
+            decision = self.random.choice(self._options(taken))
+            ended = decision is None
+            taken += [] if decision is None else [decision]
         reward = self._reward(self.evaluate(taken))
         for node in path:
             node.visits += 1

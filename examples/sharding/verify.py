@@ -20,7 +20,8 @@ class Check(NamedTuple):
     op: Op
     signature: Signature
     error: float
-    """Largest difference from the whole operation; infinity if replicas differ."""
+    """Largest difference from the whole operation; infinity if pieces do not fit the operation or
+    each other, or if replicas differ."""
 
 
 def check(
@@ -42,17 +43,18 @@ def check(
         for tensor, place in zip(inputs, signature.inputs, strict=True)
     ]
     shape = local_shape(tuple(expected[0].shape), signature.outputs[:1], sizes)
-    results = [run_piece(op, own, shape) for own in zip(*pieces, strict=True)]
-    error = 0.0
-    for index, (whole, place) in enumerate(zip(expected, signature.outputs, strict=True)):
-        try:
-            made = assemble([result[index] for result in results], (place,), sizes)
-        except ValueError:
-            return Check(op, signature, float("inf"))
-        if made.shape != whole.shape:
-            return Check(op, signature, float("inf"))
-        error = max(error, float((made - whole).abs().max()))
-    return Check(op, signature, error)
+    try:
+        results = [run_piece(op, own, shape) for own in zip(*pieces, strict=True)]
+        made = [
+            assemble([result[index] for result in results], (place,), sizes)
+            for index, place in enumerate(signature.outputs)
+        ]
+    except (RuntimeError, ValueError):
+        return Check(op, signature, float("inf"))
+    if [each.shape for each in made] != [each.shape for each in expected]:
+        return Check(op, signature, float("inf"))
+    differences = (a - b for a, b in zip(made, expected, strict=True))
+    return Check(op, signature, max(float(each.abs().max()) for each in differences))
 
 
 def verify(program: Program, tensors: Mapping[str, Tensor], devices: int = 2) -> list[Check]:
