@@ -37,5 +37,6 @@ COPY .ci .ci
 COPY configs configs
 COPY scripts scripts
 COPY benchmarks benchmarks
+COPY examples examples
 COPY docs docs
 COPY tests tests

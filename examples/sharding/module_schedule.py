@@ -1,8 +1,8 @@
 """Slapo (2302.08005): a schedule of primitives transforms a plain module, which stays as written.
 
-:class:`ModuleSchedule` collects shard, sync, checkpoint and pipeline_split by the names of modules.
-:func:`build` applies them to a replica of the model for one device. :func:`step` runs its stages in
-the order of a schedule of :mod:`megapipe.schedule`.
+A :class:`ModuleSchedule` collects shard, sync, checkpoint and pipeline_split by the names of
+modules. The function :func:`build` applies them to a replica of the model for one device. The
+function :func:`step` runs its stages in the order of a schedule of :mod:`megapipe.schedule`.
 """
 
 from __future__ import annotations

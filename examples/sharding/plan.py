@@ -1,8 +1,9 @@
 """A plan: the signature of every operation of a program on every axis of a mesh.
 
-:func:`complete` chooses signatures for hints, the placements that some values should have; the
-methods of this folder differ in where their hints come from. :func:`moves` says which values
-have to be boxed; the executor carries out that list, so planned and executed traffic are equal.
+The function :func:`complete` chooses signatures for hints, the placements that some values should
+have. The methods of this folder differ in where their hints come from. The function :func:`moves`
+says which values have to be boxed. The executor carries out that list, so planned and executed
+traffic are equal.
 """
 
 from __future__ import annotations

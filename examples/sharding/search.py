@@ -46,7 +46,7 @@ class _Node:
     visits: int = 0
     total: float = 0.0
     children: dict[Decision | None, _Node] = field(default_factory=dict)
-    """By decision; None ends the list."""
+    """Longer lists by their next decision; None ends the list."""
 
     def best(self, explore: float) -> tuple[Decision | None, _Node]:
         """Return the child with the highest upper confidence bound (UCT, Kocsis 2006)."""

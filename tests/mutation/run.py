@@ -41,7 +41,7 @@ LONGEST_S = 1800.0
 NOTHING = 5
 """pytest's exit code where no test is selected."""
 SURVIVED = "SURVIVED"
-COPIED = ("megapipe", "tests", "benchmarks", "scripts", "configs", "docs")
+COPIED = ("megapipe", "tests", "benchmarks", "examples", "scripts", "configs", "docs")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.parity.jobs import ROOT
 
 DOCS = ROOT / "docs"
-FOLDERS = ("benchmarks", "configs", "docs", "megapipe", "scripts", "tests", ".ci")
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "megapipe", "scripts", "tests", ".ci")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BESIDE_TEXT = re.compile(r"^    (?:\$ )?((?:python|megapipe|scripts/\S+\.sh) .*)$", re.MULTILINE)
 """A command in an indented paragraph."""

@@ -45,6 +45,7 @@ include =
     {root}/megapipe/*
     {root}/scripts/*
     {root}/benchmarks/*
+    {root}/examples/*
     {root}/tests/*
     {root}/train.py
 omit = */test_*.py, {root}/tests/running/*_recorder.py, {root}/tests/running/forked_*.py

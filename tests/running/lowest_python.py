@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tests.running.processes import ROOT
 
-SOURCES = ("train.py", "megapipe/**/*.py", "scripts/**/*.py", "benchmarks/**/*.py")
+FOLDERS = ("megapipe", "scripts", "benchmarks", "examples")
+SOURCES = ("train.py", *(f"{folder}/**/*.py" for folder in FOLDERS))
 Version = tuple[int, int]
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 LEFT_OUT = {GLOSSARY}
 """Pages that name what is not to be written."""
-FOLDERS = ("megapipe", "benchmarks", "scripts", "tests", "docs")
+FOLDERS = ("megapipe", "benchmarks", "examples", "scripts", "tests", "docs")
 REPOSITORY = [*ROOT.glob("*.py"), *ROOT.glob("*.md"), *(ROOT / folder for folder in FOLDERS)]
 """Files and folders that are looked at if none are given."""
 MOST_WORDS = 45

@@ -114,6 +114,7 @@ def test_top_level_is_what_it_should_be():
         "configs",
         "constraints.txt",
         "docs",
+        "examples",
         "megapipe",
         "pyproject.toml",
         "scripts",

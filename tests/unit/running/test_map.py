@@ -9,7 +9,7 @@ import pytest
 from tests.running.coverage_records import function_of
 from tests.running.map_file import ROOT, SHARED, CoverageMap, load
 
-SOURCES = ("megapipe/**/*.py", "scripts/*.py", "benchmarks/**/*.py", "train.py")
+SOURCES = ("megapipe/**/*.py", "scripts/*.py", "benchmarks/**/*.py", "examples/**/*.py", "train.py")
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ from examples.sharding.record import record, record_function
 
 @pytest.fixture(scope="session")
 def block() -> Program:
-    """A GPT block of 8 wide and 4 heads, on 4 samples of 6 tokens."""
+    """Record a GPT block of width 8 with 4 heads, on 4 samples of 6 tokens."""
     return record(Block(8, 4), (4, 6, 8))
 
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """Two by two devices."""
+    """Make a mesh of two by two devices."""
     return Mesh((("model", 2), ("data", 2)))
 
 

@@ -13,9 +13,14 @@ from examples.sharding.plan import planned_traffic
 from examples.sharding.program import Program
 
 
-def chains(count: int) -> list[tuple[int, ...]]:
+def chains(count: int, products: tuple[int, ...] = (2,)) -> list[tuple[int, ...]]:
+    """Return the lengths between which random chains of a number of products run."""
     numbers = random.Random(0)
-    return [tuple(numbers.choice((4, 8, 16, 32, 64)) for _ in range(4)) for _ in range(count)]
+    lengths = (4, 8, 16, 32, 64)
+    return [
+        tuple(numbers.choice(lengths) for _ in range(numbers.choice(products) + 2))
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("lengths", [*chains(12), (32, 4, 64, 32, 16)], ids=str)
@@ -34,7 +39,7 @@ def test_four_devices_send_as_few_bytes_as_brute_force_finds(
 def test_the_best_first_halving_may_belong_to_no_best_plan(
     products: Callable[..., Program],
 ) -> None:
-    """That is why more than one is kept."""
+    """So more than one is kept."""
     program = products(16, 64, 64, 8, 16)
     one, four = (planned_traffic(bisect(program, 2, width)).bytes for width in (1, 4))
     assert one > four == planned_traffic(exhaustive(program, 2)).bytes
@@ -45,3 +50,16 @@ def test_eight_devices(products: Callable[..., Program]) -> None:
     plan = bisect(program, 3)
     assert len(plan.mesh.devices) == 8
     assert error(plan, program.random_inputs()) < 1e-12
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_page(products: Callable[..., Program]) -> None:
+    ratios: dict[int, list[float]] = {1: [], 4: []}
+    for lengths in chains(40, (2, 3)):
+        program = products(*lengths)
+        best = planned_traffic(exhaustive(program, 2)).bytes
+        for width, own in ratios.items():
+            own.append(planned_traffic(bisect(program, 2, width)).bytes / best)
+    assert ratios[1].count(1.0) == 29
+    assert round(100 * max(ratios[1])) == 138
+    assert ratios[4] == [1.0] * 40
