@@ -75,10 +75,10 @@ def shifted_pipeline(
 ) -> Tensor:
     """Run a pipeline as one vectorised program; return the outputs of the micro-batches.
 
-    `weights` [stages, ...] and the state [stages, ...] are split along stages, one per device.
-    `stage` maps state and weights of all stages at once, so devices never wait for each other's
-    code. Each turn shifts the state by one stage, which is a message between neighbours. Turns in
-    which a stage has no micro-batch compute on zeros: they are the bubble.
+    `weights` [stages, ...] and the state [stages, ...] have a dimension of stages, and `stage` maps
+    all stages at once. A compiler splits that dimension over devices; here it is whole. Each turn
+    shifts the state by one stage, which would be a message between neighbours. A stage without a
+    micro-batch computes on zeros: that is the bubble.
     """
     stages, count = len(weights), len(microbatches)
     zeros = torch.zeros_like(microbatches[:1])

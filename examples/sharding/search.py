@@ -59,13 +59,15 @@ class _Node:
 
 
 class Search:
-    """A search on one axis of devices, within a limit of memory."""
+    """A search on one axis of `devices`.
+
+    `memory`: maximum bytes of parameters and gradients on a device. `depth`: maximum number of
+    decisions.
+    """
 
     def __init__(
         self, program: Program, devices: int, memory: int, *, depth: int = 4, seed: int = 0
     ) -> None:
-        """`memory`: most bytes of parameters and gradients on a device; `depth`: most
-        decisions."""
         self.program, self.memory, self.depth = program, memory, depth
         self.mesh = Mesh((("model", devices),))
         self.random = random.Random(seed)
@@ -90,29 +92,36 @@ class Search:
     def _iterate(self, root: _Node) -> None:
         """Descend to a new child, finish its list at random, and add its reward to the path."""
         path, taken = [root], list[Decision]()
-        ended = False
+        decision: Decision | None
+        known, ended = True, False
         while not ended and len(taken) < self.depth:
-            node = path[-1]
-            fresh = [each for each in self._options(taken) if each not in node.children]
-            if fresh:
-                decision = self.random.choice(fresh)
-                node.children[decision] = _Node()
-                child = node.children[decision]
+            options = self._options(taken)
+            if known:
+                decision, known = self._descend(path, options)
             else:
-                decision, child = node.best(explore=0.5)
-            path.append(child)
-            ended = decision is None
-            taken += [] if decision is None else [decision]
-            if fresh:
-                break
-        while not ended and len(taken) < self.depth:
-            decision = self.random.choice(self._options(taken))
+                decision = self.random.choice(options)
             ended = decision is None
             taken += [] if decision is None else [decision]
         reward = self._reward(self.evaluate(taken))
         for node in path:
             node.visits += 1
             node.total += reward
+
+    def _descend(
+        self, path: list[_Node], options: Sequence[Decision | None]
+    ) -> tuple[Decision | None, bool]:
+        """Add a child of the last node to the path: one that was not tried, otherwise the best.
+        Return its decision, and whether it was tried before."""
+        children = path[-1].children
+        fresh = [each for each in options if each not in children]
+        if fresh:
+            decision = self.random.choice(fresh)
+            children[decision] = _Node()
+            path.append(children[decision])
+        else:
+            decision, child = path[-1].best(explore=0.5)
+            path.append(child)
+        return decision, not fresh
 
     def _options(self, taken: Sequence[Decision]) -> list[Decision | None]:
         used = {decision.value for decision in taken}

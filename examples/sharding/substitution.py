@@ -57,13 +57,12 @@ SUBSTITUTIONS: Sequence[Substitution] = (
     ),
     *(
         Substitution(
-            f"{name} of pieces {dim}",
-            (name, ("combine", dim, "a")),
-            ("combine", dim, (name, "a")),
+            f"GELU of pieces {dim}",
+            ("gelu", ("combine", dim, "a")),
+            ("combine", dim, ("gelu", "a")),
             {"a": (4, 6)},
             _PIECES,
         )
-        for name in ("gelu",)
         for dim in (0, 1)
     ),
     *(

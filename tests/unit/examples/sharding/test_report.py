@@ -7,6 +7,7 @@ import re
 import pytest
 
 from examples.sharding.__main__ import main
+from tests.parity.package_files import FILES
 
 METHODS = (
     "GSPMD, two annotations",
@@ -43,6 +44,13 @@ def test_every_error_is_rounding(lines: list[str]) -> None:
     assert len(errors) >= 14
     assert max(errors) < 1e-12
     assert not any("differ" in line and "from" in line for line in lines)
+
+
+def test_the_package_does_not_import_the_example() -> None:
+    imports = re.compile(r"^\s*(from|import) examples\b", re.MULTILINE)
+    users = [name for name, path in FILES.items() if imports.search(path.read_text("utf-8"))]
+    assert len(FILES) > 100
+    assert not users
 
 
 @pytest.mark.parametrize(
