@@ -33,6 +33,7 @@ NAMES = (
     "startup",
     "dry_run",
     "planner",
+    "plan_search",
     "split_backward",
     "bubble",
     "engine_overhead",

@@ -37,14 +37,20 @@ class Times(NamedTuple):
     warm: float
 
 
+def environment(cache: Path | None) -> dict[str, str]:
+    """Return the variables of a process with its own cache; None: the user's."""
+    return {**os.environ, **({} if cache is None else {"XDG_CACHE_HOME": str(cache)})}
+
+
 def seconds(*command: str, cache: Path | None = None) -> float:
     """Time a command in a new interpreter."""
-    environment = dict(os.environ)
-    if cache is not None:
-        environment["XDG_CACHE_HOME"] = str(cache)
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, *command], check=True, capture_output=True, cwd=ROOT, env=environment
+        [sys.executable, *command],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+        env=environment(cache),
     )
     return time.perf_counter() - began
 
