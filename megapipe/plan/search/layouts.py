@@ -39,6 +39,12 @@ SCHEDULES: Mapping[str, tuple[int | None, ...]] = {
 }
 """Searched schedules with their numbers of model chunks; None: the schedule's own. Schedules that
 cut sequences into slices are looked at where ``pipeline.schedule`` names them."""
+SHARDED: Mapping[str, tuple[int | None, ...]] = {
+    "breadth_first": (4, 8, 16, 32),
+    "interleaved_1f1b": (4, 8, 16, 32),
+}
+"""Searched schedules of ZeRO 3 on one pipeline rank, with their numbers of chunks: weights are
+gathered a chunk at a time."""
 POLICIES = ("keep", "selective", "full")
 MICROBATCHES = (1, 2, 4, 8)
 SMALLEST_SHARD = 4096
@@ -188,14 +194,22 @@ def _pipelines(
     stages = [1] if pp > 1 or dp == 1 else [1, 3]
     free, layers = space.free, space.config.model.layers
     for zero in space.values("optimizer.zero", stages):
-        for schedule in space.values("pipeline.schedule", [*SCHEDULES] if pp > 1 else ["1f1b"]):
-            if "pipeline.schedule" in free and pp > 1 and microbatches < pp:
+        if pp > 1:
+            schedules = SCHEDULES
+        else:
+            schedules = SHARDED if zero == 3 and dp > 1 else {"1f1b": (None,)}
+        for schedule in space.values("pipeline.schedule", [*schedules]):
+            if "pipeline.schedule" in free and microbatches < pp:
                 continue
-            numbers = SCHEDULES.get(schedule, (None,)) if pp > 1 else (None,)
-            for chunks in space.values("pipeline.chunks", numbers):
+            for chunks in space.values("pipeline.chunks", _chunks(schedules, schedule)):
                 whole = schedule != "interleaved_1f1b" or microbatches % pp == 0
                 if whole and pp * (chunks or 1) <= layers:
                     yield LayoutChoice(shape, dp, pp, schedule, chunks, zero)
+
+
+def _chunks(searched: Mapping[str, Sequence[int | None]], schedule: str) -> Sequence[int | None]:
+    """Return the numbers of chunks to look at of a schedule, which may be a fixed one."""
+    return searched.get(schedule, SCHEDULES.get(schedule, (None,)))
 
 
 def _splits(space: _Space, ranks: int) -> Iterator[tuple[int, int]]:

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[Sequence[str], Mapping[str, str], int]] = {
         {**KEEP, "parallel.pp": "4", "parallel.tp": "1"},
         4,
     ),
+    "sharded weights": (
+        (*SMALL, "model.layers=8"),
+        {"activations.policy": "keep", "parallel.pp": "1", "optimizer.zero": "3"},
+        4,
+    ),
     "a schedule with slices": (
         (*SMALL, "pipeline.schedule=seq1f1b"),
         {**KEEP, "parallel.pp": "4"},
