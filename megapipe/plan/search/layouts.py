@@ -46,7 +46,11 @@ SHARDED: Mapping[str, tuple[int | None, ...]] = {
 """Searched schedules of ZeRO 3 on one pipeline rank, with their numbers of chunks: weights are
 gathered a chunk at a time."""
 POLICIES = ("keep", "selective", "full")
-MICROBATCHES = (1, 2, 4, 8)
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_TOKENS = 32_768
+"""Maximum number of tokens of a micro-batch of more than :data:`FEW` samples: with fewer tokens,
+kernels of a small model are too short for their device."""
+FEW = 8
 SMALLEST_SHARD = 4096
 """Minimum number of positions of a sequence on a context-parallel rank; fewer would mostly wait."""
 
@@ -168,6 +172,8 @@ def layouts(config: Config, free: Collection[str], gpus: int) -> Iterator[Layout
     """
     space, model, train = _Space(config, free), config.model, config.train
     heads = model.kv_heads or model.heads
+    fits = [each for each in MICROBATCHES if each * train.sequence_length <= MOST_TOKENS]
+    sizes_of_microbatch = [each for each in MICROBATCHES if each <= FEW or each in fits]
     sizes = _divisors(min(config.parallel.ranks_per_node, gpus))
     for tp in space.values("parallel.tp", [tp for tp in sizes if heads % tp == 0]):
         if gpus % tp:
@@ -176,7 +182,7 @@ def layouts(config: Config, free: Collection[str], gpus: int) -> Iterator[Layout
             dp = gpus // (tp * cp * pp)
             if dp not in [each or dp for each in space.values("parallel.dp", [dp])]:
                 continue
-            for microbatch in space.values("train.microbatch", MICROBATCHES):
+            for microbatch in space.values("train.microbatch", sizes_of_microbatch):
                 if train.global_batch % (dp * microbatch):
                     continue
                 count = train.global_batch // (dp * microbatch)
