@@ -11,14 +11,18 @@ code (kind and node) index tables of what all operations of one kind at one node
 *result number*, below `Dependencies.slots`, stands for the output of an operation. Each node has a
 row of result numbers, by item, for its forwards and one for its input gradients. Three more rows
 follow: for results that always exist (inputs of operations that need no other stage), for outputs
-that nothing waits for, and for the inputs of updates. An update needs several results: the last
-gradients of its update window (:meth:`Dependencies.gradients_of`).
+that nothing waits for, and for operations that need several results
+(:meth:`Dependencies.inputs_of`). These are updates, which need the last gradients of their update
+window, and the F, B and I of a spanning stage (:attr:`.Placement.spanning`), which begin when all
+ranks have come to them. For the latter one more table follows: the *arrival* of each rank at each
+such operation.
 """
 
 from array import array
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +87,16 @@ class Dependencies:
         self.always = 2 * self.nodes * self.work_items
         self.nothing = self.always + self.work_items
         self.totals = self.nothing + self.work_items
-        self.slots = self.totals + self.work_items
+        self.arrivals = self.totals + self.work_items
+        spanning = schedule.placement.spanning
+        kinds = (Kind.F, Kind.B, Kind.I) if spanning else ()
+        self.together = {
+            kind | stage << STAGE_SHIFT: index
+            for index, (kind, stage) in enumerate(product(kinds, sorted(spanning)))
+        }
+        """Operations that all ranks run at once: low bits of their codes, numbered from 0."""
+        meetings = len(self.together) * self.work_items
+        self.slots = self.arrivals + meetings * schedule.placement.ranks
 
     @property
     def always_ready(self) -> range:
@@ -121,6 +134,26 @@ class Dependencies:
                 for kind in Kind:
                     yield kind | (index * self.stages + stage) << STAGE_SHIFT, kind, flow, stage
 
+    @property
+    def list_nodes(self) -> int:
+        """Number of nodes if a spanning stage counts once for each rank (:meth:`nodes_of`)."""
+        placement = self.schedule.placement
+        return self.nodes + len(placement.spanning) * (placement.ranks - 1)
+
+    def nodes_of(self, flow: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (node, stage, rank) for each list in which a flow's operations of a stage are.
+
+        In the lists of ranks above 0, a spanning stage has nodes of its own behind all others.
+        """
+        placement = self.schedule.placement
+        for stage in range(self.stages):
+            yield flow * self.stages + stage, stage, self.rank_of(self.flows[flow], stage)
+        own = self.nodes
+        for stage in sorted(placement.spanning):
+            for rank in range(1, placement.ranks):
+                yield own, stage, rank
+                own += 1
+
     def rank_of(self, flow: MicroBatchKind, stage: int) -> int:
         """Return the rank that holds a stage in the direction of a flow."""
         return self.schedule.placement.table[flow.direction][stage]
@@ -128,7 +161,16 @@ class Dependencies:
     @cached_property
     def base(self) -> tuple[list[int], list[int]]:
         """Two tables by low bits of a code: the number of the result that the operation on item 0
-        needs, and of the result that it makes. For item n, add n."""
+        needs, and of the result that it makes. For item n, add n. Where an operation needs several
+        results, the first table has `totals`."""
+        need, make = (list(row) for row in self._chain)
+        for low in self.together:
+            need[low] = self.totals
+        return need, make
+
+    @cached_property
+    def _chain(self) -> tuple[list[int], list[int]]:
+        """The tables `base`, with the neighbouring stage's result for spanning stages too."""
         need: list[int] = []
         make: list[int] = []
         for low, kind, _, stage in self.by_low():
@@ -148,8 +190,22 @@ class Dependencies:
                 need[low] = self.totals
         return need, make
 
-    def gradients_of(self, update: int) -> list[int]:
-        """Return the indices of the results that the update with code `update` waits for: on each
+    def arrival(self, code: int, rank: int) -> int:
+        """Return the number of a rank's arrival at an operation that all ranks run at once."""
+        item = code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK
+        meeting = self.together[code & LOW] * self.work_items + item
+        return self.arrivals + meeting * self.schedule.placement.ranks + rank
+
+    def inputs_of(self, code: int) -> list[int]:
+        """Return the numbers of the results that an operation waits for if it needs several: an
+        update, or an operation that all ranks run at once."""
+        if code & LOW not in self.together:
+            return self._gradients_of(code)
+        first = self.arrival(code, 0)
+        return [self.chained(code), *range(first, first + self.schedule.placement.ranks)]
+
+    def _gradients_of(self, update: int) -> list[int]:
+        """Return the numbers of the results that the update with code `update` waits for: on each
         holder of its stage, the last input gradient of its window. With `Updates.waits` it waits
         for these gradients of all stages."""
         stage = (update >> STAGE_SHIFT & STAGE_MASK) % self.stages
@@ -157,7 +213,7 @@ class Dependencies:
 
     @cached_property
     def _last_gradients(self) -> list[list[list[int]]]:
-        """Results of :meth:`gradients_of` by update window and stage."""
+        """Results of :meth:`_gradients_of` by update window and stage."""
         updates = self.schedule.updates
         assert updates is not None
         count = self.schedule.microbatches // updates.window
@@ -182,9 +238,15 @@ class Dependencies:
         """Return the number of the result that the operation with this code needs."""
         return self.base[0][code & LOW] + (code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)
 
+    def chained(self, code: int) -> int:
+        """Return the number of the neighbouring stage's result that an operation needs; other than
+        :meth:`needed` for operations that all ranks run at once."""
+        return self._chain[0][code & LOW] + (code >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)
+
     @cached_property
     def incoming(self) -> list[RankPair | None]:
-        """Sender and receiver of an operation's input, by low bits of code; None: no message."""
+        """Sender and receiver of an operation's input, by low bits of code; None: no message. Of an
+        input that all ranks receive, it is the first pair."""
         return self._crossing(back=False)
 
     @cached_property
@@ -201,13 +263,20 @@ class Dependencies:
             other = stage + (1 if (kind == Kind.F) == back else -1)
             if not 0 <= other < self.stages:
                 continue
-            mine, peer = self.rank_of(flow, stage), self.rank_of(flow, other)
-            if mine != peer:
-                edges[low] = RankPair(mine, peer) if back else RankPair(peer, mine)
+            source, target = (stage, other) if back else (other, stage)
+            pairs = self.schedule.placement.messages(source, target, flow.direction)
+            if pairs:
+                edges[low] = RankPair(*pairs[0])
         return edges
 
     def maker(self, result: int) -> tuple[int, tuple[Op, ...]]:
-        """Return the rank that makes a result, and the operations that can: F, or I and B."""
+        """Return the rank that makes a result, and the operations that can: F, or I and B. A rank's
+        arrival is made by the operation at which it arrives."""
+        if result >= self.arrivals:
+            meeting, rank = divmod(result - self.arrivals, self.schedule.placement.ranks)
+            which, item = divmod(meeting, self.work_items)
+            low = next(low for low, index in self.together.items() if index == which)
+            return rank, (self.op(low | item << WORK_ITEM_SHIFT),)
         row, item = divmod(result, self.work_items)
         table, node = divmod(row, self.nodes)
         flow, stage = divmod(node, self.stages)

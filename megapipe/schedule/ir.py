@@ -216,6 +216,8 @@ class Schedule:
                     f"schedule {self.name}: {len(given)} {what} for {wanted} {each}{plural}; "
                     f"one per {each} is needed"
                 )
+        if self.placement.spanning:
+            self._check_spanning()
         directions = len(self.placement.table)
         for microbatch, direction in enumerate(self.direction or ()):
             if not 0 <= direction < directions:
@@ -228,6 +230,20 @@ class Schedule:
                 raise ScheduleError(
                     f"schedule {self.name}: micro-batch {microbatch} is {size} of a whole one; "
                     "sizes are above 0 and at most 1"
+                )
+
+    def _check_spanning(self) -> None:
+        for present, what in (
+            (self.slices > 1, "slices"),
+            (self.sizes, "micro-batches of unequal size"),
+            (self.recompute, "recomputation"),
+            (self.updates, "updates within the schedule"),
+            (any(max(ops, default=0) >= JOINED for ops in self.ops), "joined operations"),
+        ):
+            if present:
+                raise ScheduleError(
+                    f"schedule {self.name}: stage {min(self.placement.spanning)} spans all ranks; "
+                    f"{what} cannot be combined with that"
                 )
 
     def direction_of(self, microbatch: int) -> int:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.ir import Kind, Op, Schedule
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.program import Action, ActionKind, Program
@@ -35,8 +36,9 @@ def lower(
     that send to them, and of those ranks' senders are read.
 
     Raises:
-        ScheduleError: the schedule is not valid.
+        ScheduleError: the schedule is not valid, or a stage spans all ranks.
     """
+    check_trainable(schedule)
     if not proved:
         validate(schedule)
     wanted = list(range(schedule.placement.ranks) if ranks is None else ranks)
@@ -66,6 +68,19 @@ def lower(
             actions.append(Action(do, *message, peer, acks))
         programs.append(Program(rank, tuple(actions)))
     return tuple(programs)
+
+
+def check_trainable(schedule: Schedule) -> None:
+    """Check that programs can be made of a schedule.
+
+    Raises:
+        ScheduleError: a stage spans all ranks; training has no such stages.
+    """
+    for stage in sorted(schedule.placement.spanning):
+        raise ScheduleError(
+            f"schedule {schedule.name}: stage {stage} spans all ranks; such a schedule can be "
+            "searched, simulated and drawn, but not trained"
+        )
 
 
 def pairs(placement: Placement) -> list[tuple[int, int]]:

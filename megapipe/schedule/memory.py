@@ -109,13 +109,11 @@ def _per_link(
         else [dependencies.flow_of.count(index) for index in range(len(dependencies.flows))]
     )
     for flow, count in zip(dependencies.flows, counts, strict=True):
-        row = schedule.placement.table[flow.direction]
-        for src, dst in pairwise(row):
-            if src == dst:
-                continue
-            for link in ((src, dst), (dst, src))[:directions]:
-                sent = count * schedule.slices * of(flow.size)
-                result[link] = _whole(result.get(link, 0) + sent)
+        sent = count * schedule.slices * of(flow.size)
+        for stages in pairwise(range(schedule.placement.stages)):
+            for source, target in (stages, stages[::-1])[:directions]:
+                for link in schedule.placement.messages(source, target, flow.direction):
+                    result[link] = _whole(result.get(link, 0) + sent)
     return dict(sorted(result.items()))
 
 

@@ -5,13 +5,14 @@ micro-batch 5 at stage 2, ``(0F4;3B1)OVERLAP_F_B`` a joined pair. ``2F5.1`` work
 micro-batch 5. ``2F5@3`` reads weight version 3, ``2F5@3+1`` this version predicted one update
 ahead, and ``2U4`` is the update of stage 2 with the gradients of update window 4. A micro-batch
 runs on the ranks in whose rows its cells are, so directions are not written. Lines before the first
-row have what cells cannot express: the sizes of micro-batches and the stages that recompute. A
-no-flush schedule also has the number of micro-batches per update window, `waits` if an update waits
-for all ranks, and `follows` if backwards read the same weights as their forwards
+row have what cells cannot express: the sizes of micro-batches, the stages that recompute, and those
+that span all ranks (their cells are in every row). A no-flush schedule also has the number of
+micro-batches per update window, `waits` if an update waits for all ranks, and `follows` if backwards read the same weights as their forwards
 (:class:`~megapipe.schedule.ir.Updates`)::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2
+    # spanning 0 5
     # window 4 waits follows
 
 :func:`to_torch_csv` writes only what torch's ``_load_csv`` can read; torch adds sends and receives.
@@ -40,6 +41,8 @@ def to_csv(schedule: Schedule) -> str:
         text.write(f"# sizes {' '.join(map(str, schedule.sizes))}\n")
     if schedule.recompute:
         text.write(f"# recompute {' '.join(map(str, sorted(schedule.recompute)))}\n")
+    if schedule.placement.spanning:
+        text.write(f"# spanning {' '.join(map(str, sorted(schedule.placement.spanning)))}\n")
     updates = schedule.updates
     if updates is not None:
         promises = [name for name in ("waits", "follows") if getattr(updates, name)]
@@ -77,6 +80,7 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
     """
     sizes: tuple[Fraction, ...] | None = None
     recompute: frozenset[int] = frozenset()
+    spanning: frozenset[int] = frozenset()
     window: list[str] = []
     lists: list[list[tuple[Op, Read | None]]] = []
     try:
@@ -92,6 +96,8 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
                     sizes = tuple(map(Fraction, words[1:]))
                 elif words[:1] == ["recompute"]:
                     recompute = frozenset(map(int, words[1:]))
+                elif words[:1] == ["spanning"]:
+                    spanning = frozenset(map(int, words[1:]))
                 elif words[:1] == ["window"]:
                     window = [str(int(words[1])), *words[2:]]
             except IndexError:
@@ -108,7 +114,7 @@ def from_csv(text: str, *, name: str = "csv", forward_only: bool = False) -> Sch
                 ]
             )
     _check_versions(name, lists, bool(window))
-    placement, direction = _placement(name, [[op for op, _ in row] for row in lists])
+    placement, direction = _placement(name, [[op for op, _ in row] for row in lists], spanning)
     ops = [op for row in lists for op, _ in row]
     schedule = Schedule(
         name=name,
@@ -151,7 +157,9 @@ def _updates(window: list[str], lists: list[list[tuple[Op, Read | None]]]) -> Up
     )
 
 
-def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, ...]]:
+def _placement(
+    name: str, lists: list[list[Op]], spanning: frozenset[int]
+) -> tuple[Placement, tuple[int, ...]]:
     """Return the placement that the cells imply, and the direction of each micro-batch.
 
     Every different sequence of ranks that a micro-batch visits is a direction. Directions are
@@ -162,8 +170,9 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
         for op in ops:
             if op.kind == Kind.U:
                 continue
-            known = ranks_of.setdefault(op.microbatch, {}).setdefault(op.stage, rank)
-            if known != rank:
+            home = 0 if op.stage in spanning else rank
+            known = ranks_of.setdefault(op.microbatch, {}).setdefault(op.stage, home)
+            if known != home:
                 raise ScheduleError(
                     f"schedule {name}: {op} is in row {rank + 1}, but row {known + 1} has stage "
                     f"{op.stage} of micro-batch {op.microbatch} already; all operations of a stage "
@@ -184,7 +193,7 @@ def _placement(name: str, lists: list[list[Op]]) -> tuple[Placement, tuple[int, 
             )
         path = tuple(visits[stage] for stage in range(stages))
         direction.append(paths.setdefault(path, len(paths)))
-    return Placement(len(lists), tuple(paths)), tuple(direction)
+    return Placement(len(lists), tuple(paths), spanning), tuple(direction)
 
 
 def _parse(cell: str, where: str) -> list[tuple[Op, Read | None]]:
@@ -218,6 +227,7 @@ def to_torch_csv(schedule: Schedule) -> str:
         (schedule.slices > 1, "slices of a sequence"),
         (schedule.sizes is not None, "micro-batches of unequal size"),
         (schedule.recompute, "recomputation by the schedule"),
+        (schedule.placement.spanning, "a stage that spans all ranks"),
         (schedule.updates is not None, "updates within the schedule"),
     ):
         if present:

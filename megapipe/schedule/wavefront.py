@@ -59,9 +59,9 @@ class Wavefront:
 
     @staticmethod
     def suits(dependencies: Dependencies, lists: Sequence["array[int]"]) -> bool:
-        """Whether these lists can run in rounds (no joined operations, result numbers of at most
-        32 bits) and have enough ranks to be faster than in a loop."""
-        if len(lists) < RANKS or dependencies.slots > 1 << 31:
+        """Whether these lists can run in rounds (no joined operations, no spanning stages, result
+        numbers of at most 32 bits) and have enough ranks to be faster than in a loop."""
+        if len(lists) < RANKS or dependencies.slots > 1 << 31 or dependencies.together:
             return False
         return all(np.array(listed).max(initial=0) < JOINED for listed in lists)
 

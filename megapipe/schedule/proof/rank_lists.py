@@ -48,7 +48,8 @@ class ListFacts:
     """Properties of the ranks' lists, each found without the lists of other ranks."""
 
     seen: NDArray[np.uint8]
-    """Sum of the BITs of the kinds found for each node and item (see Dependencies)."""
+    """Sum of the BITs of the kinds found for each item and node, where a spanning stage has a node
+    for each rank (:meth:`.Dependencies.nodes_of`)."""
     peaks: tuple[int, ...]
     """Maximum number of activations alive at once per rank (:attr:`Schedule.activation_bound`)."""
     ascending: bool
@@ -63,7 +64,9 @@ def read(dependencies: Dependencies) -> ListFacts:
         ScheduleError: the message names the first operation that cannot be where it is, and why.
     """
     lists = dependencies.schedule.ops
-    first = np.full((len(WORK), dependencies.nodes * dependencies.work_items), _NEVER, np.int32)
+    first = np.full(
+        (len(WORK), dependencies.list_nodes * dependencies.work_items), _NEVER, np.int32
+    )
     peaks: list[int] = []
     ascending = True
     for ranks in _batches(list(map(len, lists))):
@@ -71,7 +74,7 @@ def read(dependencies: Dependencies) -> ListFacts:
         batch.check()
         peaks.extend(batch.peaks())
         ascending = ascending and batch.ascending()
-    seen = np.zeros(dependencies.nodes * dependencies.work_items, np.uint8)
+    seen = np.zeros(dependencies.list_nodes * dependencies.work_items, np.uint8)
     for kind in WORK:
         seen |= np.where(first[kind] < _NEVER, np.uint8(BIT[kind]), np.uint8(0))
     return ListFacts(seen, tuple(peaks), ascending)
@@ -112,6 +115,9 @@ class _Batch:
         flows = np.array(dependencies.flow_of)[self._microbatch * (len(dependencies.flow_of) > 1)]
         item = self._microbatch * schedule.slices + self._slice
         node = flows * dependencies.stages + self._stage
+        if schedule.placement.spanning:
+            for own, stage, rank in dependencies.nodes_of(0):
+                node[(self._stage == stage) & (self._rank == rank)] = own
         self._node_item = np.where(self._misplaced, 0, node * dependencies.work_items + item)
         for kind in WORK:
             here = np.flatnonzero(self._of[kind] & ~self._misplaced)[::-1]
@@ -138,7 +144,8 @@ class _Batch:
         row = direction[self._microbatch * (schedule.direction is not None)]
         on_rank = rank_of[row, self._stage] == self._rank
         holds = (rank_of[:, self._stage] == self._rank).any(axis=0)
-        wrong |= ~np.where(self._is(Kind.U), holds, on_rank)
+        spans = np.isin(self._stage, list(schedule.placement.spanning))
+        wrong |= ~(np.where(self._is(Kind.U), holds, on_rank) | spans)
         if schedule.updates is None:
             wrong |= self._is(Kind.U)
         if schedule.forward_only:

@@ -4,7 +4,8 @@ It has two passes, each linear in the number of operations, and one more for the
 no-flush schedule (:mod:`megapipe.schedule.proof.updates`). The first reads each rank's list alone
 (:mod:`megapipe.schedule.proof.rank_lists`). The second runs all lists against each other: F(s)
 needs F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). A joined pair counts as one operation with
-both inputs and both outputs. If a rank is left waiting, the error names the operations that wait
+both inputs and both outputs. An operation of a spanning stage also needs every rank to have come to
+it. If a rank is left waiting, the error names the operations that wait
 for each other.
 
 If no rank is left waiting, the programs of :mod:`megapipe.schedule.lower` cannot deadlock either.
@@ -98,9 +99,8 @@ def _check_complete(dependencies: Dependencies, state: bytes) -> None:
     if len(dependencies.flows) == 1 and sum(state.count(value) for value in whole) == len(state):
         return
     for microbatch, flow in enumerate(flows):
-        for stage in range(dependencies.stages):
+        for node, stage, rank in dependencies.nodes_of(flow):
             for part in range(schedule.slices):
-                node = flow * dependencies.stages + stage
                 value = state[node * dependencies.work_items + microbatch * schedule.slices + part]
                 if value in whole:
                     continue
@@ -110,7 +110,6 @@ def _check_complete(dependencies: Dependencies, state: bytes) -> None:
                     missing = str(Op(Kind.W, stage, microbatch, part))
                 else:
                     missing = f"{Op(Kind.B, stage, microbatch, part)} (or an I and a W)"
-                rank = dependencies.rank_of(dependencies.flows[flow], stage)
                 raise ScheduleError(
                     f"schedule {schedule.name}: rank {rank}: {missing} is missing from its list "
                     f"of {len(schedule.ops[rank])} operations"
@@ -141,7 +140,11 @@ def _run(dependencies: Dependencies, lists: list["array[int]"]) -> None:
             if made[result] >= 0 and code >= JOINED:
                 result = dependencies.needed(codes[index + 1])
             if result >= dependencies.totals:
-                missing = (r for r in dependencies.gradients_of(code) if made[r] < 0)
+                if low in dependencies.together:
+                    arrival = dependencies.arrival(code, rank)
+                    made[arrival] = 0
+                    ready += waiting.pop(arrival, ())
+                missing = (r for r in dependencies.inputs_of(code) if made[r] < 0)
                 result = next(missing, dependencies.always)
             if made[result] < 0:
                 waiting.setdefault(result, []).append(rank)

@@ -99,6 +99,6 @@ def _chunk_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
     """Map each (direction, stage) of a rank to its model chunk: its index within the direction."""
     return {
         (direction, stage): chunk
-        for direction, row in enumerate(placement.table)
-        for chunk, stage in enumerate(stage for stage, at in enumerate(row) if at == rank)
+        for direction in range(len(placement.table))
+        for chunk, stage in enumerate(placement.direction_stages(rank, direction))
     }

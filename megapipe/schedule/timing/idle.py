@@ -7,13 +7,15 @@ Within the makespan a rank's time without computation has four causes:
 - *waiting*, in between: the message that the next operation needs is in flight (or is being sent,
   if messages do not overlap with computation), the parameters of its stage are gathered, or a
   reduction has to end first;
-- *imbalance*, in between: the operation that makes the needed message has not ended yet.
+- *imbalance*, in between: the operation that makes the needed message has not ended yet, or
+  another rank has not come to an operation that all ranks run at once.
 
 A rank without a backward has warm-up until its first operation and drain after its last.
 """
 
 from array import array
 from collections.abc import Sequence
+from functools import reduce
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -68,6 +70,12 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         ready = _made_for(codes[places], need, made)
         joined = codes[places] >= JOINED
         ready[joined] = later(ready[joined], _made_for(codes[places[joined] + 1], need, made))
+        met = np.isin(codes[places] & LOW, list(dependencies.together))
+        if met.any():
+            inputs = np.array(
+                [dependencies.inputs_of(code) for code in codes[places[met]].tolist()]
+            )
+            ready[met] = reduce(later, (made[column] for column in inputs.T))
         under_way = np.clip(differences(begins[places], ready), 0, gaps)
         causes = (
             starts[0] - timeline.begin_ticks + total(early),
@@ -92,7 +100,7 @@ def typical_latency(timeline: Timeline) -> Time:
     waited = []
     for listed, starts, ends in zip(lists, timeline.start_ticks, timeline.end_ticks, strict=True):
         for code, start, before in zip(listed[1:], islice(starts, 1, None), ends, strict=False):
-            sent = made[dependencies.needed(code)]
+            sent = made[dependencies.chained(code)]
             if dependencies.incoming[code & LOW] is not None and sent > before:
                 waited.append(start - sent)
     return timeline.time(max(0, sorted(waited)[len(waited) // 2])) if waited else 0
@@ -110,6 +118,10 @@ def _made(dependencies: Dependencies, lists: Sequence["array[int]"], timeline: T
     for listed, ends in zip(lists, columns, strict=True):
         codes = np.array(listed, np.int64)
         made[make[codes & LOW] + (codes >> WORK_ITEM_SHIFT & WORK_ITEM_MASK)] = ends
+    for rank, (listed, ends) in enumerate(zip(lists, columns, strict=True)):
+        for index, code in enumerate(listed if dependencies.together else ()):
+            if index and code & LOW in dependencies.together:
+                made[dependencies.arrival(code, rank)] = ends[index - 1]
     return made
 
 

@@ -41,6 +41,10 @@ def deviate(
         raise ScheduleError(
             f"schedule {schedule.name}: ranks cannot deviate if it has slices or joined operations"
         )
+    if schedule.placement.spanning:
+        raise ScheduleError(
+            f"schedule {schedule.name}: ranks cannot deviate if a stage spans all ranks"
+        )
     if policy.zero >= 2 and cost.has_replicas(schedule.placement.stages):
         raise ScheduleError(
             f"schedule {schedule.name}: ZeRO-{policy.zero} gathers and reduces between operations "

@@ -226,9 +226,14 @@ def simulate(
             if arrived < 0:
                 result = need_base[low] + item
                 if result >= dependencies.totals:
-                    result = min(dependencies.gradients_of(code), key=finished.__getitem__)
+                    if low in dependencies.together:
+                        arrival = dependencies.arrival(code, rank)
+                        finished[arrival] = max(0, now - lag[low])  # no message is sent for it
+                        ready += waiting.pop(arrival, ())
+                    inputs = dependencies.inputs_of(code)
+                    result = min(inputs, key=finished.__getitem__)
                     if finished[result] >= 0:
-                        arrived = max(finished[each] for each in dependencies.gradients_of(code))
+                        arrived = max(finished[each] for each in inputs)
             if arrived < 0:
                 waiting.setdefault(result, []).append(rank)
                 break

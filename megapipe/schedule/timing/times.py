@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -33,6 +33,7 @@ class OpTimes:
         self, dependencies: Dependencies, cost: Cost, policy: ReplicaPolicy = REPLICAS
     ) -> None:
         policy.check()
+        check_spanning(dependencies.schedule.placement, cost)
         self.dependencies, self.cost, self.policy = dependencies, cost, policy
         schedule = dependencies.schedule
         if cost.slices is not None and len(cost.slices) != schedule.slices:
@@ -147,17 +148,36 @@ class OpTimes:
         return result
 
 
+def check_spanning(placement: Placement, cost: Cost) -> None:
+    """Check that costs can be used on a placement, if it has spanning stages.
+
+    Raises:
+        ScheduleError: links of unequal speed, gathers or reductions.
+    """
+    if not placement.spanning:
+        return
+    for present, what in (
+        (isinstance(cost.latency, Mapping) or isinstance(cost.bandwidth, Mapping), "unequal links"),
+        (cost.has_replicas(placement.stages), "gathers and reductions"),
+    ):
+        if present:
+            raise ScheduleError(
+                f"cost: {what} cannot be simulated if a stage ({min(placement.spanning)}) spans "
+                "all ranks"
+            )
+
+
 def in_ticks(placement: Placement, cost: Cost) -> tuple[Cost, int]:
     """Convert costs of whole micro-batches on a placement to ticks; return them and the number of
     ticks per unit of time.
 
     If one of the costs is a float, return all costs unchanged, and 1.
     """
-    stages, home = placement.stages, placement.table[0]
+    stages = placement.stages
     names = (*(kind.name for kind in WORK), "update")
     rows = dict(zip(names, cost.table(stages), strict=True))
-    pairs = [pair for pair in pairwise(home) if pair[0] != pair[1]]
-    links = {pair: cost.link(*pair) for a, b in pairs for pair in ((a, b), (b, a))}
+    near = [*pairwise(range(stages)), *pairwise(reversed(range(stages)))]
+    links = {pair: cost.link(*pair) for two in near for pair in placement.messages(*two)}
     rows |= {"reduce": cost.per_stage("reduce", stages), "gather": cost.per_stage("gather", stages)}
     every = [time for row in (*rows.values(), links.values()) for time in row]
     if any(isinstance(time, float) for time in every):
