@@ -38,6 +38,7 @@ from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.generators.op_lists import split_backwards
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import is_user_schedule, load, takes_option
+from megapipe.schedule.lower import check_trainable
 from megapipe.schedule.memory import peak_held, peak_weighted
 from megapipe.schedule.placement import Placement, loop
 from megapipe.schedule.proof.validate import validate
@@ -401,6 +402,7 @@ def _schedule(
                 cost=cost,
                 freed=freed,
             )
+        check_trainable(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
     rows = config.train.microbatch

@@ -7,8 +7,8 @@ ahead, and ``2U4`` is the update of stage 2 with the gradients of update window 
 runs on the ranks in whose rows its cells are, so directions are not written. Lines before the first
 row have what cells cannot express: the sizes of micro-batches, the stages that recompute, and those
 that span all ranks (their cells are in every row). A no-flush schedule also has the number of
-micro-batches per update window, `waits` if an update waits for all ranks, and `follows` if backwards read the same weights as their forwards
-(:class:`~megapipe.schedule.ir.Updates`)::
+micro-batches per update window, `waits` if an update waits for all ranks, and `follows` if
+backwards read the same weights as their forwards (:class:`~megapipe.schedule.ir.Updates`)::
 
     # sizes 1/2 1/2 1 1
     # recompute 0 1 2

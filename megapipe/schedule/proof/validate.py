@@ -5,8 +5,7 @@ no-flush schedule (:mod:`megapipe.schedule.proof.updates`). The first reads each
 (:mod:`megapipe.schedule.proof.rank_lists`). The second runs all lists against each other: F(s)
 needs F(s-1), and I(s) or B(s) needs I(s+1) or B(s+1). A joined pair counts as one operation with
 both inputs and both outputs. An operation of a spanning stage also needs every rank to have come to
-it. If a rank is left waiting, the error names the operations that wait
-for each other.
+it. If a rank is left waiting, the error names the operations that wait for each other.
 
 If no rank is left waiting, the programs of :mod:`megapipe.schedule.lower` cannot deadlock either.
 They have one FIFO channel per ordered pair of ranks, a send completes only when its receive is
@@ -65,6 +64,7 @@ def validate(schedule: Schedule) -> Proof:
     if schedule.updates is not None:
         check_updates(schedule, schedule.updates)
     _check_complete(dependencies, reading.seen.tobytes())
+    _check_alike(dependencies, reading.seen.tobytes())
     _run(dependencies, [dependencies.codes(rank) for rank in range(schedule.placement.ranks)])
     return Proof(
         ops=sum(len(ops) for ops in schedule.ops),
@@ -113,6 +113,25 @@ def _check_complete(dependencies: Dependencies, state: bytes) -> None:
                 raise ScheduleError(
                     f"schedule {schedule.name}: rank {rank}: {missing} is missing from its list "
                     f"of {len(schedule.ops[rank])} operations"
+                )
+
+
+def _check_alike(dependencies: Dependencies, state: bytes) -> None:
+    """Check that the backward of a spanning stage is fused on all ranks or split on all ranks."""
+    items, schedule = dependencies.work_items, dependencies.schedule
+    for node, stage, rank in dependencies.nodes_of(0):
+        if stage not in schedule.placement.spanning:
+            continue
+        for microbatch in range(items):
+            first, own = state[stage * items + microbatch], state[node * items + microbatch]
+            if first != own:
+                back = [
+                    Op(Kind.B if bits & BIT[Kind.B] else Kind.I, stage, microbatch)
+                    for bits in (first, own)
+                ]
+                raise ScheduleError(
+                    f"schedule {schedule.name}: stage {stage} spans all ranks, but rank 0 has "
+                    f"{back[0]} and rank {rank} has {back[1]}"
                 )
 
 
