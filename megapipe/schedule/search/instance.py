@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.placement import Placement
+from megapipe.schedule.search.blocks import Blocks
 from megapipe.schedule.search.bound import cheapest, least
 from megapipe.schedule.search.problem import Objective, Problem
 
@@ -33,22 +34,66 @@ def instance(
     Raises:
         ScheduleError: an argument is out of range.
     """
-    if microbatches < 1:
-        raise ScheduleError(f"search: microbatches must be at least 1, not {microbatches}")
-    _check_choice("accounting", accounting, Accounting)
+    check_microbatches(microbatches)
     _check_choice("objective", objective, Objective)
-    share = _number("freed", freed)
-    if not 0 <= share <= 1:
-        raise ScheduleError(f"search: freed must be from 0 to 1, not {freed}")
     return Problem(
         placement,
         microbatches,
         replace(cost, jitter=0.0),
         limits=_limits(placement.ranks, activation_limit),
-        freed=share if accounting == "weighted" else Fraction(0),
+        freed=_counted_freed(accounting, freed),
         objective=objective,
         fused=fused,
     )
+
+
+def blocks_of(
+    placement: Placement,
+    cost: Cost,
+    *,
+    activation_limit: MemoryLimit = None,
+    accounting: Accounting = "held",
+    freed: Time = 0,
+    fused: bool = False,
+) -> Blocks:
+    """Return the blocks of a micro-batch, for the searches by a constraint solver.
+
+    The arguments are described at :func:`instance`; stages may span all ranks.
+
+    Raises:
+        ScheduleError: an argument is out of range, a cost is a float, gathers or reductions take
+            time, or no order keeps the limit.
+    """
+    if cost.has_replicas(placement.stages):
+        raise ScheduleError("search: a solver needs gathers and reductions that take no time")
+    limits = _limits(placement.ranks, activation_limit)
+    least = least_limit(placement)
+    if limits is not None and min(limits) < least:
+        raise ScheduleError(
+            f"search: activation_limit {activation_limit} is too small; it must be at least "
+            f"{least}, so that one micro-batch can pass all stages"
+        )
+    share = _counted_freed(accounting, freed)
+    return Blocks(placement, cost, limits=limits, freed=share, fused=fused)
+
+
+def check_microbatches(microbatches: int) -> None:
+    """Check that there is a micro-batch.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    if microbatches < 1:
+        raise ScheduleError(f"search: microbatches must be at least 1, not {microbatches}")
+
+
+def _counted_freed(accounting: Accounting, freed: Time) -> Fraction:
+    """Return the share of an activation that an I frees, as `accounting` counts it."""
+    _check_choice("accounting", accounting, Accounting)
+    share = _number("freed", freed)
+    if not 0 <= share <= 1:
+        raise ScheduleError(f"search: freed must be from 0 to 1, not {freed}")
+    return share if accounting == "weighted" else Fraction(0)
 
 
 def lower_bound(
