@@ -20,7 +20,7 @@ from megapipe.schedule.ir import MICROBATCH_MASK, STAGE_MASK
 OF_STAGE = ("F", "I", "W", "B", "R", "reduce", "gather", "update")
 """Names of costs that can differ between stages."""
 COSTS = (*OF_STAGE, "comm", "overlap")
-PLACEMENTS = ("single", "loop", "v", "wave")
+PLACEMENTS = ("single", "loop", "v", "wave", "m")
 NAME_HELP = "a schedule of `list`, your own module:function, or a file.csv"
 
 Value = TypeVar("Value")

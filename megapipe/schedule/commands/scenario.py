@@ -19,7 +19,7 @@ from megapipe.schedule.generators import accepts, aliases, names
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.load import is_user_schedule, load, takes_option
 from megapipe.schedule.memory import Amount, peak_weighted
-from megapipe.schedule.placement import Placement, loop, vee, wave
+from megapipe.schedule.placement import Placement, loop, m_shape, vee, wave
 from megapipe.schedule.timing.opportunistic import deviate
 from megapipe.schedule.timing.simulate import Timeline, simulate
 
@@ -105,6 +105,11 @@ class Scenario:
         cost = Cost.full_rank(placement, **times, latency=self.costs.get("comm", 0))
         per_stage: dict[str, Any] = dict(self.stage_costs)
         if self.planned is not None:
+            if placement.spanning:
+                raise ConfigError(
+                    f"argument --config: it has no times of a stage ({min(placement.spanning)}) "
+                    "that spans all ranks; use --cost or --stage-cost"
+                )
             model = self.planned(placement)
             per_stage = {kind: getattr(model, kind) for kind in ("F", "I", "W", "R")}
         return replace(
@@ -237,6 +242,8 @@ def _option(name: str) -> str:
 
 def placement_names(placement: Placement) -> tuple[str, ...]:
     """Return the names of a placement, the most usual name first."""
+    if placement.spanning:
+        return ("m",) if placement == m_shape(placement.ranks) else ("own",)
     if len(placement.table) > 1:
         several = max(len(placement.stages_of(rank)) for rank in range(placement.ranks)) > 1
         return ("bidirectional" if several else "replicated",)

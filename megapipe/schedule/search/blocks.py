@@ -138,6 +138,14 @@ class Blocks:
     def _units(self, limit: Fraction) -> int:
         return floor(limit * self._grain / self.placement.stage_shares[0])
 
+    def least(self, microbatches: int) -> int:
+        """Return a makespan that no schedule can beat: a rank's work after its first input."""
+        return max(
+            min(self.earliest[index] for index in own)
+            + microbatches * sum(self.all[index].duration for index in own)
+            for own in self.on
+        )
+
     def time(self, ticks: int) -> Time:
         """Convert a time of blocks to the unit of the costs."""
         return plain(Fraction(ticks, self._per_unit))

@@ -7,31 +7,19 @@ warm-up and the drain. For more micro-batches than the model has, iterations are
 period of the schedule, the *window*, each block runs once, and nothing that is free runs.
 """
 
-from typing import NamedTuple
-
 from megapipe.schedule.search.blocks import Blocks, Starts
 from megapipe.schedule.search.repetend import Repetend
 from megapipe.schedule.search.solver import Model, Variable, add_blocks, ends, new_model, solved
 
 
-class Completed(NamedTuple):
-    """A repetend with its warm-up and drain."""
-
-    starts: Starts
-    bound: int
-    """Lower bound of the makespan of schedules with this period and as many free micro-batches."""
-
-
-def completed(
-    blocks: Blocks, repetend: Repetend, microbatches: int, seconds: float
-) -> Completed:
+def completed(blocks: Blocks, repetend: Repetend, microbatches: int, seconds: float) -> Starts:
     """Return the shortest schedule with the period of a repetend.
 
-    At each end as many micro-batches are free as wait in an iteration of the repetend. If there are
-    not more than these, the whole schedule is free.
+    At each end as many micro-batches are free as the repetend has in flight. If there are not more
+    than these, the whole schedule is free.
     """
-    free, period = repetend.depth - 1, repetend.period
-    middle = max(1, min(free + 2, microbatches - 2 * free))
+    free, period = repetend.depth, repetend.period
+    middle = max(1, min(free + 1, microbatches - 2 * free))
     head = min(free, (microbatches - middle + 1) // 2)
     count = min(microbatches, head + middle + free)
     more = microbatches - count
@@ -48,11 +36,11 @@ def completed(
     for block, row in zip(blocks.all, starts, strict=True):
         model.add(makespan >= row[-1] + block.duration)
     model.minimize(makespan)
-    values, bound, _ = solved(model, [window, *(start for row in starts for start in row)], seconds)
-    at, found = (2 * free + 1) * period, hint
+    values, *_ = solved(model, [window, *(start for row in starts for start in row)], seconds)
+    at, found = 2 * free * period, hint
     if values is not None:
         at, found = values[0], [values[i : i + count] for i in range(1, len(values), count)]
-    return Completed(_stretched(found, at, period, more), bound + more * period)
+    return _stretched(found, at, period, more)
 
 
 def _add_window(

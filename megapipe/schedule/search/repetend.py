@@ -6,15 +6,14 @@ iterations. The time between iterations is the *period*. The number of micro-bat
 has in flight is its largest delay plus 1, its *depth*.
 
 For one period, a constraint solver decides whether there is a repetend (software pipelining by
-modulo scheduling). A longer period never makes it harder, so the shortest one is found by bisection.
+modulo scheduling). A longer period never makes that harder, so bisection finds the shortest one.
 """
 
+import time
 from typing import NamedTuple
 
 from megapipe.schedule.search.blocks import Blocks, Starts
 from megapipe.schedule.search.solver import Model, Variable, new_model, solved
-
-MANY = 1 << 30
 
 
 class Repetend(NamedTuple):
@@ -40,38 +39,44 @@ class Repetend(NamedTuple):
         ]
 
 
-class Found(NamedTuple):
-    """The result of the search for a repetend of limited depth."""
+class Decision(NamedTuple):
+    """The solver's answer to whether there is a repetend of some period and depth."""
 
-    repetend: Repetend
-    proved: bool
-    """Whether no repetend of this depth has a shorter period."""
+    repetend: Repetend | None
+    decided: bool
+    """Whether the time was enough to know that there is one, or none."""
 
 
-def shortest(blocks: Blocks, depth: int, seconds: float) -> Found:
-    """Find a repetend of minimal period with at most `depth` micro-batches in flight, and among
-    these one in which a micro-batch takes the least time from its first to its last block.
+def one_by_one(blocks: Blocks) -> Repetend:
+    """Return the repetend that runs one block after the other, with one micro-batch in flight."""
+    return Repetend(blocks.serial, blocks.one_by_one, [0] * len(blocks.all))
 
-    `seconds` limits each call of the solver.
+
+def shorter(blocks: Blocks, depth: int, than: Repetend, seconds: float, stop: float) -> Decision:
+    """Find the shortest repetend with at most `depth` micro-batches in flight, if it is shorter
+    than `than`.
+
+    Args:
+        seconds: time limit of each call of the solver.
+        stop: time (of ``time.monotonic``) at which the best one found so far is returned.
     """
-    best = Repetend(blocks.serial, blocks.one_by_one, [0] * len(blocks.all))
-    low, proved = blocks.work, True
+    best, proved, low, period = than, True, blocks.work, blocks.work
     while low < best.period:
-        period = low if best.period == blocks.serial else (low + best.period) // 2
-        found, decided = _of_period(blocks, depth, period, seconds, shorten=False)
+        if time.monotonic() > stop:
+            proved = False
+            break
+        found, decided = of_period(blocks, depth, period, seconds)
         proved = proved and decided
         if found is None:
             low = period + 1
         else:
             best = found
-    found, _ = _of_period(blocks, depth, best.period, seconds, shorten=True)
-    return Found(found or best, proved)
+        period = (low + best.period) // 2
+    return Decision(None if best is than else best, proved)
 
 
-def _of_period(
-    blocks: Blocks, depth: int, period: int, seconds: float, *, shorten: bool
-) -> tuple[Repetend | None, bool]:
-    """Find a repetend of one period. Return it, or None, and whether the solver has decided."""
+def of_period(blocks: Blocks, depth: int, period: int, seconds: float) -> Decision:
+    """Find a repetend of one period with at most `depth` micro-batches in flight."""
     model = new_model("repetend")
     offsets = [model.new_int_var(0, period - 1, "") for _ in blocks.all]
     delays = [model.new_int_var(0, depth - 1, "") for _ in blocks.all]
@@ -92,38 +97,33 @@ def _of_period(
             ]
         )
     if blocks.room is not None:
-        _add_memory(model, blocks, period, offsets, delays, blocks.room)
-    if shorten:
-        end = model.new_int_var(0, depth * period + max(b.duration for b in blocks.all), "")
-        for block, offset, delay in zip(blocks.all, offsets, delays, strict=True):
-            model.add(end >= offset + period * delay + block.duration)
-        model.minimize(end - offsets[0])
+        _add_memory(model, blocks, period, (offsets, delays), depth, blocks.room)
     values, _, decided = solved(model, offsets + delays, seconds)
     if values is None:
-        return None, decided
-    return Repetend(period, values[: len(offsets)], values[len(offsets) :]), decided
+        return Decision(None, decided)
+    return Decision(Repetend(period, values[: len(offsets)], values[len(offsets) :]), True)
 
 
 def _add_memory(
     model: Model,
     blocks: Blocks,
     period: int,
-    offsets: list[Variable],
-    delays: list[Variable],
+    pattern: tuple[list[Variable], list[Variable]],
+    depth: int,
     room: list[int],
 ) -> None:
     """Add the memory limits: an activation is alive for a number of whole periods and a rest. Whole
     periods take memory all the time, the rest only in a part of each period."""
+    offsets, delays = pattern
     whole: list[list[Variable]] = [[] for _ in blocks.on]
     rest: list[list[Variable]] = [[] for _ in blocks.on]
     amounts: list[list[int]] = [[] for _ in blocks.on]
     for forward, freeing in blocks.kept:
         block = blocks.all[freeing]
-        periods = model.new_int_var(0, MANY, "")
+        periods = model.new_int_var(0, depth + 1, "")
         length = model.new_int_var(0, period - 1, "")
         end = offsets[freeing] + period * delays[freeing] + block.duration
         model.add(periods * period + length == end - offsets[forward] - period * delays[forward])
-        stop = model.new_int_var(0, 2 * period, "")
         intervals = []
         for turn in (0, period):
             start = offsets[forward] + turn
