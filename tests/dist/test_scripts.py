@@ -94,7 +94,10 @@ def tree(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "scripts", root / "scripts")
     (root / "constraints.txt").write_text("torch==1\n")
     dependencies = 'dependencies = ["torch>=1.0", "rest>=1.0,<2"]'
-    (root / "pyproject.toml").write_text(f'[project]\nrequires-python = ">=3.11"\n{dependencies}\n')
+    extras = '[project.optional-dependencies]\nexact = ["solver"]'
+    (root / "pyproject.toml").write_text(
+        f'[project]\nrequires-python = ">=3.11"\n{dependencies}\n{extras}\n'
+    )
     shutil.copytree(ROOT / "tests/running", root / "tests/running")
     (root / "docs").mkdir()
     shutil.copy(ROOT / "docs/glossary.md", root / "docs")
@@ -162,6 +165,7 @@ OTHER_SYSTEMS = [
     *("lm_eval==0.4.13", "accelerate==1.15.0", "colorama==0.4.6", "lxml==6.0.2"),
     *("portalocker==4.4.2", "sacrebleu==2.5.1", "tabulate==0.10.0"),
 ]
+SOLVER = [*PIP_START, "-q", "-c", "constraints.txt", "solver"]
 
 
 WORKERS = ["-n", "3", *BY_FILE, "--durations=30"]
@@ -178,6 +182,7 @@ def full(tree):
     three_steps = [["launch"], ["__main__", *python_versions.TRAINING[2:]]]
     return [
         *(*LINT, LINKS, OTHER_SYSTEMS, [*PIP_START, "-q", "--no-deps", *target, *older]),
+        SOLVER,
         ["pytest", "-m", "not slow and not gpu and not deadline", *WORKERS],
         *three_steps,
         [*PIP_START, "-q", *lowest],
@@ -218,6 +223,17 @@ def test_without_other_systems_all_else_is_tested(tree):
         "other systems cannot be installed: most of tests/external is left out\n",
     )
     assert take_log(tree) == full(tree)
+
+
+def test_without_a_solver_all_else_is_tested(tree):
+    run(tree, "test.sh")
+    take_log(tree)
+    done = run(tree, "test.sh", "--full", PIP_FAILS_AT="rest")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "OR-Tools cannot be installed: comparisons with exact searches are left out\n",
+    )
+    assert SOLVER in take_log(tree)
 
 
 def test_a_check_that_fails_is_the_exit_code(tree):

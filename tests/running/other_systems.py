@@ -1,8 +1,10 @@
-"""The packages that tests/external compares with, which training needs none of."""
+"""The packages that only tests of `--full` need: other systems, which tests/external compares with,
+and a constraint solver."""
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.running import processes
@@ -16,7 +18,7 @@ OTHER_SYSTEMS = (
 OLDER_TRANSFORMERS = ("transformers==4.57.1", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
 """The last version before 5, in :func:`older_transformers`, with what it needs of other versions
 than the environment has."""
-INSTALL = ("--disable-pip-version-check", "install", "-q", "--no-deps")
+INSTALL = ("--disable-pip-version-check", "install", "-q")
 
 
 def older_transformers() -> Path:
@@ -26,11 +28,20 @@ def older_transformers() -> Path:
 
 def install_other_systems() -> None:
     """Install all of them, or say that it cannot be done."""
-    done = processes.run("pip", *INSTALL, *OTHER_SYSTEMS) == 0
+    done = processes.run("pip", *INSTALL, "--no-deps", *OTHER_SYSTEMS) == 0
     folder = older_transformers()
     if not folder.is_dir():
         target = ("--target", str(folder))
-        done &= processes.run("pip", *INSTALL, *target, *OLDER_TRANSFORMERS) == 0
+        done &= processes.run("pip", *INSTALL, "--no-deps", *target, *OLDER_TRANSFORMERS) == 0
     if not done:
         left_out = "other systems cannot be installed: most of tests/external is left out"
+        print(left_out, file=sys.stderr, flush=True)
+
+
+def install_solver() -> None:
+    """Install the extra `exact`, or say that it cannot be done."""
+    project = tomllib.loads((processes.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = project["project"]["optional-dependencies"]["exact"]
+    if processes.run("pip", *INSTALL, "-c", "constraints.txt", *wanted) != 0:
+        left_out = "OR-Tools cannot be installed: comparisons with exact searches are left out"
         print(left_out, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.running.other_systems import install_other_systems
+from tests.running.other_systems import install_other_systems, install_solver
 from tests.running.processes import ROOT
 from tests.running.record import Record, pytest_recorded
 from tests.running.revision import commit
@@ -51,6 +51,7 @@ class Part:
 def main(files: Sequence[str], *, only_list: bool) -> int:
     """Run the slow tests of all files or of these; return 1 if one failed."""
     install_other_systems()
+    install_solver()
     parts = update(read(PAGE), *collect())
     unknown = [file for file in files if file not in parts]
     if unknown:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from tests.running import lowest_packages, lowest_python, processes, python_versions
 from tests.running.changed import files_to_begin_with
-from tests.running.other_systems import install_other_systems
+from tests.running.other_systems import install_other_systems, install_solver
 from tests.running.processes import BY_FILE, Types
 from tests.running.record import Record, WholeRun, pytest_recorded
 from tests.running.revision import commit
@@ -68,6 +68,7 @@ def run_all(*, full: bool, pytest_options: Sequence[str]) -> int:
         ):
             if full:
                 install_other_systems()
+                install_solver()
             _run_tests(phases, types, full, pytest_options)
             if full:
                 phases.run("other Pythons", python_versions.check)
@@ -83,6 +84,7 @@ def run_some(arguments: Sequence[str], *, full: bool) -> int:
             return 1
         if full:
             install_other_systems()
+            install_solver()
         code = processes.run("pytest", *arguments)
         return code if types.end() else code or 1
 
