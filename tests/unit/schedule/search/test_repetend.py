@@ -43,8 +43,10 @@ def test_plans_of_two_ranks_equal_brute_force(shape, fused, microbatches):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plans_of_two_ranks_equal_the_exact_search(shape, fused, limit):
+    """With 8 micro-batches the solver completes a repetend, with 2 it orders all operations."""
     placement, cost = SHAPES[shape](2), FUSED if fused else Cost()
-    for microbatches in (2, 7):
+    slow = (shape, fused, limit) == ("m", True, 2)  # the exact search of 8 micro-batches
+    for microbatches in (2, 4 if slow else 8):
         exact = solve(placement, microbatches, cost, fused=fused, activation_limit=limit)
         assert exact.proved
         plan = search_repetend(placement, microbatches, cost, activation_limit=limit)
