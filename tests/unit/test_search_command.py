@@ -2,14 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
-from megapipe.schedule.commands import parser
-from megapipe.schedule.commands.scenario import Scenario
+from megapipe.errors import ConfigError
+from megapipe.schedule.commands import main, parser
+from megapipe.schedule.commands.scenario import Scenario, json_number
 from megapipe.schedule.commands.search import placements
+from megapipe.schedule.cost import Cost
 from megapipe.schedule.generators import names
-from megapipe.schedule.placement import loop, vee, wave
+from megapipe.schedule.placement import loop, m_shape, vee, wave
 
 SMALL = ("--ranks", "4", "--microbatches", "8")
 
@@ -73,6 +77,7 @@ def test_search_for_a_reader(ask):
         (("--placement", "wave"), [wave(4, 2)]),
         (("--placement", "wave", "--chunks", "2"), [vee(4)]),
         (("--placement", "loop", "--chunks", "3"), [loop(4, 3)]),
+        (("--placement", "m"), [m_shape(4)]),
     ],
 )
 def test_where_search_looks(more, found):
@@ -85,3 +90,40 @@ def test_stage_costs_say_how_many_chunks(tmp_path):
     path.write_text(json.dumps([{"F": 1, "I": 1, "W": 1}] * 8))
     given = parser().parse_args(["search", *SMALL, "--stage-cost", str(path)])
     assert placements(Scenario.of(given)) == [loop(4, 2), vee(4)]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--placement", "m", "--chunks", "2"), "argument --chunks: --placement m has 6 stages"),
+        (("--repetend", "--evaluations", "9"), "argument --evaluations: not with --repetend"),
+        (("--repetend", "--objective", "span"), "argument --objective: span cannot be searched"),
+        (("--seconds", "9"), "argument --seconds: it needs --repetend"),
+    ],
+)
+def test_arguments_of_the_search_for_a_repetend(capsys, more, told):
+    assert main(["search", *SMALL, *more]) != 0
+    assert told in capsys.readouterr().err
+
+
+def test_search_for_a_repetend(ask, tmp_path):
+    pytest.importorskip("ortools", reason="the extra `exact` is not installed")
+    path = tmp_path / "found.csv"
+    size = ("--ranks", "2", "--microbatches", "9", "--placement", "m")
+    told = json.loads(ask("search", *size, "-o", path, "--json"))
+    assert (told["schedule"], told["placement"], told["valid"]) == ("repetend", "m", True)
+    assert (told["period"], told["in_flight"], told["shortest_period"]) == (3, 2, True)
+    assert told["value"] == told["makespan"] == json_number(Fraction(82, 3))
+    assert told["lower_bound"] == 27
+    again = json.loads(ask("simulate", path, *size[:4], "--json"))
+    assert again["makespan"] == told["makespan"]
+    assert "27.3333; period 3 with 2 micro-batches in flight; none is below 27" in " ".join(
+        ask("search", *size).split()
+    )
+
+
+def test_a_model_has_no_times_of_a_stage_on_all_ranks():
+    setting = Scenario.of(parser().parse_args(["search", *SMALL, "--placement", "m"]))
+    setting = replace(setting, planned=lambda placement: Cost())
+    with pytest.raises(ConfigError, match=r"argument --config: it has no times of a stage \(0\)"):
+        setting.cost(m_shape(4))

@@ -145,6 +145,23 @@ def test_micro_batches_are_counted_whole() -> None:
     assert (layout.microbatches, layout.schedule.microbatches) == (12, 24)
 
 
+def test_a_stage_on_all_ranks_is_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [
+        f"{stage}{kind}{m}"
+        for m in range(12)
+        for kind, stages in (("F", (0, 1)), ("B", (1, 0)))
+        for stage in stages
+    ]
+    rows = [[cell for cell in cells if cell[0] == "0" or rank == 1] for rank in (0, 1)]
+    text = "\n".join(["# spanning 0", *map(",".join, rows)])
+    (tmp_path / "spanning.csv").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"spanning.csv: .* stage 0 spans all ranks; .* trained"):
+        resolve(configure("parallel.pp=2", "pipeline.schedule=spanning.csv"), None, None)
+
+
 def test_a_schedule_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = build("1f1b", ranks=2, microbatches=12)
     (tmp_path / "own.csv").write_text(to_csv(ours))
