@@ -70,7 +70,7 @@ FLOORS = (
 SCHEDULE_LATER = {
     "megapipe.schedule.render.raster": "matplotlib",
     "megapipe.schedule.commands.show": "rich",
-    "megapipe.schedule.search.exact": "ortools",
+    "megapipe.schedule.search.solver": "ortools",
 }
 """What each of these files may load, not to be imported but when it is asked for its result."""
 MAY_COMMUNICATE = (

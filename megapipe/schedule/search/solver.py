@@ -26,7 +26,7 @@ def new_model(what: str) -> Model:
 
 
 class Solution(NamedTuple):
-    """What the solver found in its time."""
+    """The solver's answer within its time limit."""
 
     values: list[int] | None
     """Values of the requested variables; None: no solution was found."""

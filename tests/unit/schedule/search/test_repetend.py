@@ -58,7 +58,7 @@ def test_plans_of_two_ranks_equal_the_exact_search(shape, fused, limit):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_repetend_of_a_chain_is_1f1b(ranks):
-    """Its period and its makespan, with as many micro-batches in flight as ranks."""
+    """Compare the period and the makespan, with as many micro-batches in flight as ranks."""
     for microbatches in (ranks, 50):
         plan = search_repetend(loop(ranks), microbatches, FUSED, activation_limit=ranks)
         ours = simulate(plan.schedule, FUSED)
