@@ -11,6 +11,7 @@ The effort does not depend on the number of micro-batches. Both steps need OR-To
 from dataclasses import dataclass, replace
 from time import monotonic
 
+from megapipe.errors import ScheduleError
 from megapipe.schedule.cost import Cost, Time
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
@@ -71,7 +72,8 @@ def search_repetend(
     The other arguments are those of :func:`~megapipe.schedule.search.search`.
 
     Raises:
-        ScheduleError: OR-Tools is missing, no order keeps the limit, or an argument is wrong.
+        ScheduleError: OR-Tools is missing, no order keeps the limit, all operations take no time,
+            or an argument is wrong.
     """
     check_microbatches(microbatches)
     cost = replace(cost, jitter=0.0)
@@ -91,6 +93,8 @@ def search_repetend(
     found = []
     for fused in (False, True)[: 1 + briefer]:
         blocks = blocks_at(cost, fused=fused, limit=activation_limit)
+        if blocks.work == 0:
+            raise ScheduleError("search: the operations take no time; give a cost above 0")
         free = blocks_at(cost, fused=fused)
         repetend, proved = _repetend(blocks, free, microbatches, seconds / 2)
         assert repetend is not None  # micro-batches can always run one by one

@@ -106,6 +106,16 @@ def test_uneven_stages_within_memory(placement, limit, freed):
     assert max(peak_weighted(plan.schedule, Fraction(freed))) <= limit
 
 
+def test_operations_without_time():
+    """An embedding that takes no time is in all lists at the same place."""
+    cost = Cost(F=(0, 1, 1, 2), I=(0, 1, 1, 2), W=(0, 1, 1, 0), latency=1)
+    plan = search_repetend(m_shape(2), 9, cost, seconds=4)
+    validate(plan.schedule)
+    assert plan.period == 2 + 2 + 3
+    with pytest.raises(ScheduleError, match="the operations take no time"):
+        search_repetend(m_shape(2), 9, Cost(F=0, I=0, W=0))
+
+
 def test_what_cannot_be_searched():
     with pytest.raises(ScheduleError, match="has 2 directions; it must have one"):
         search_repetend(mirrored(loop(2)), 4, Cost())
