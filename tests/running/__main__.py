@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--full",
         action="store_true",
-        help="run all that CI runs: also tests marked full, comparisons with other systems and exact "
-        "searches, for which packages are installed",
+        help="run all that CI runs: also tests marked full, and comparisons with other systems and "
+        "exact searches, for which packages are installed",
     )
     what.add_argument(
         "--changed", action="store_true", help="run the tests of what differs from main"

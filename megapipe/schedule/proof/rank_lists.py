@@ -144,8 +144,9 @@ class _Batch:
         row = direction[self._microbatch * (schedule.direction is not None)]
         on_rank = rank_of[row, self._stage] == self._rank
         holds = (rank_of[:, self._stage] == self._rank).any(axis=0)
-        spans = np.isin(self._stage, list(schedule.placement.spanning))
-        wrong |= ~(np.where(self._is(Kind.U), holds, on_rank) | spans)
+        if schedule.placement.spanning:
+            on_rank |= np.isin(self._stage, list(schedule.placement.spanning))
+        wrong |= ~np.where(self._is(Kind.U), holds, on_rank)
         if schedule.updates is None:
             wrong |= self._is(Kind.U)
         if schedule.forward_only:

@@ -70,12 +70,9 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         ready = _made_for(codes[places], need, made)
         joined = codes[places] >= JOINED
         ready[joined] = later(ready[joined], _made_for(codes[places[joined] + 1], need, made))
-        met = np.isin(codes[places] & LOW, list(dependencies.together))
-        if met.any():
-            inputs = np.array(
-                [dependencies.inputs_of(code) for code in codes[places[met]].tolist()]
-            )
-            ready[met] = reduce(later, (made[column] for column in inputs.T))
+        if dependencies.together:
+            met = np.isin(codes[places] & LOW, list(dependencies.together))
+            _set_last_arrivals(dependencies, codes[places], met, made, ready)
         under_way = np.clip(differences(begins[places], ready), 0, gaps)
         causes = (
             starts[0] - timeline.begin_ticks + total(early),
@@ -85,6 +82,16 @@ def idle(timeline: Timeline) -> tuple[Idle, ...]:
         )
         result.append(Idle(*map(timeline.time, causes)))
     return tuple(result)
+
+
+def _set_last_arrivals(
+    dependencies: Dependencies, codes: Numbers, met: Numbers, made: Numbers, ready: Numbers
+) -> None:
+    """Set `ready` of the operations that all ranks run at once (`met`) to the time at which their
+    input was made and all ranks had come to them."""
+    inputs = [dependencies.inputs_of(code) for code in codes[met].tolist()]
+    if inputs:
+        ready[met] = reduce(later, (made[column] for column in np.array(inputs).T))
 
 
 def typical_latency(timeline: Timeline) -> Time:
