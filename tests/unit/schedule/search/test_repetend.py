@@ -2,6 +2,7 @@
 OR-Tools."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("ortools", reason="the extra `exact` is not installed")
 from megapipe.schedule.search.exact import solve
 from megapipe.schedule.search.tessel import search_repetend
 
+ROOT = Path(__file__).parents[4]
 FUSED = Cost(I=2, W=1, B=2)
 """Unit costs of fused backwards: split ones would take longer."""
 SHAPES = {"chain": loop, "v": vee, "m": m_shape}
@@ -72,6 +74,14 @@ def test_the_effort_does_not_depend_on_the_number_of_microbatches():
     assert (few.period, many.period) == (9, 9)
     assert many.value - few.value == 9 * (500 - 9)
     assert validate(many.schedule).ops == 500 * 2 * 3 * 3
+
+
+def test_the_example_of_the_page():
+    cost = Cost.full_rank(m_shape(4))
+    plan = search_repetend(m_shape(4), 8, cost)
+    assert (plan.value, plan.lower_bound) == (25, 24)
+    page = (ROOT / "docs/schedules.md").read_text(encoding="utf-8")
+    assert "a makespan of 25 where none is below 24" in " ".join(page.split())
 
 
 def test_a_stage_on_all_ranks_runs_on_all_at_once():
