@@ -13,7 +13,7 @@ from megapipe.schedule.search import PLACEMENTS
 from megapipe.schedule.timing.simulate import simulate
 from tests.unit.schedule.search.optima import OPTIMA, accounting
 
-pytest.importorskip("ortools")
+pytest.importorskip("ortools", reason="the extra `exact` is not installed")
 from megapipe.schedule.search.exact import solve
 
 
