@@ -172,8 +172,8 @@ def layouts(config: Config, free: Collection[str], gpus: int) -> Iterator[Layout
     """
     space, model, train = _Space(config, free), config.model, config.train
     heads = model.kv_heads or model.heads
-    fits = [each for each in MICROBATCHES if each * train.sequence_length <= MOST_TOKENS]
-    sizes_of_microbatch = [each for each in MICROBATCHES if each <= FEW or each in fits]
+    fitting = [each for each in MICROBATCHES if each * train.sequence_length <= MOST_TOKENS]
+    sizes_of_microbatch = [each for each in MICROBATCHES if each <= FEW or each in fitting]
     sizes = _divisors(min(config.parallel.ranks_per_node, gpus))
     for tp in space.values("parallel.tp", [tp for tp in sizes if heads % tp == 0]):
         if gpus % tp:
