@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
 from megapipe.plan.search.layouts import with_keys, words_of
 from megapipe.plan.search.objectives import OBJECTIVES, Goal, Result
+from megapipe.plan.search.refine import Refiner
 from megapipe.plan.search.search import Progress, Search, split_words
 from megapipe.schedule.render.vector import to_svg
 
@@ -79,6 +81,12 @@ def parser() -> Parser:
         metavar="RANK",
         help="say where the time and the memory of a printed layout go (default: of the fastest)",
     )
+    made.add_argument(
+        "--refine",
+        action="store_true",
+        help="let the stages of the printed layouts differ: less recomputation on ranks that have "
+        "memory for it, and layers moved off the slowest rank",
+    )
     made.add_argument("-o", "--output", type=Path, help="write the fastest as a configuration")
     made.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw the layouts and the front of --front"
@@ -111,8 +119,10 @@ def run(given: argparse.Namespace) -> None:
         return Search(planned, free | command.searched, gpus)
 
     results = goal.results(command.config, searcher, shown)
-    shown.clear()
     listed = goal.listed(results)
+    if given.refine:
+        listed = goal.ordered([_refined(*each, shown) for each in listed])
+    shown.clear()
     if not listed:
         raise KeyboardInterrupt
     budget = Budget(given.tokens, given.price)
@@ -131,6 +141,16 @@ def run(given: argparse.Namespace) -> None:
         _write(given.output, dump(with_keys(best.search.config, found.choice.keys)))
     if given.explain is not None:
         print(f"\n{_explanation(listed, given.explain)}")
+
+
+def _refined(result: Result, found: Estimate, shown: _Shown) -> tuple[Result, Estimate]:
+    """Refine a found layout."""
+    search = result.search
+
+    def notify(best: Estimate) -> None:
+        shown(Progress(1, 1, f"layout {best.choice.dp} x {best.choice.pp} refined", best))
+
+    return result, Refiner(search.planner, search.speeds, notify).refine(found)
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -240,11 +260,20 @@ def table(listed: Sequence[tuple[Result, Estimate]], goal: Goal, budget: Budget)
             "ep": str(shape.ep),
             "batch": str(shape.microbatch),
             "schedule": f"{choice.schedule}{chunks}",
-            "recompute": shape.policy,
+            "recompute": _in_short(dict(choice.by_stage).get(POLICY, [shape.policy])),
             "ZeRO": str(choice.zero),
         }
         rows.append(row)
     return text.table([[*rows[0]], *([*row.values()] for row in rows)], left=0)
+
+
+POLICY = "activations.policy"
+
+
+def _in_short(values: Sequence[str]) -> str:
+    """Return values with the numbers of equal neighbours: full x 2, keep."""
+    runs = [(value, len(list(group))) for value, group in groupby(values)]
+    return ", ".join(f"{value} x {count}" if count > 1 else value for value, count in runs)
 
 
 def _explanation(listed: Sequence[tuple[Result, Estimate]], number: int) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megapipe.config.config import Config
+from megapipe.config.strict_yaml import text_of
 
 SCHEDULES: Mapping[str, tuple[int | None, ...]] = {
     "1f1b": (None,),
@@ -54,7 +55,8 @@ FEW = 8
 SMALLEST_SHARD = 4096
 """Minimum number of positions of a sequence on a context-parallel rank; fewer would mostly wait."""
 
-Keys = Mapping[str, str | int | bool]
+Keys = Mapping[str, Any]
+"""Values of configuration keys: text, numbers, booleans and lists of them."""
 
 
 class Shape(NamedTuple):
@@ -79,12 +81,19 @@ class LayoutChoice:
     chunks: int | None
     """Model chunks of a rank; None: the schedule's own number."""
     zero: int
+    by_stage: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Keys with a value for each stage, in place of those above."""
+
+    def with_stages(self, changes: Mapping[str, Sequence[Any]]) -> LayoutChoice:
+        """Return the layout with other values by stage."""
+        found = {**dict(self.by_stage), **{key: tuple(each) for key, each in changes.items()}}
+        return replace(self, by_stage=tuple(found.items()))
 
     @property
     def keys(self) -> Keys:
         """Configuration keys with their values."""
         shape = self.shape
-        found: dict[str, str | int | bool] = {
+        found: dict[str, Any] = {
             "parallel.dp": self.dp,
             "parallel.tp": shape.tp,
             "parallel.pp": self.pp,
@@ -98,7 +107,7 @@ class LayoutChoice:
         }
         if self.chunks is not None:
             found["pipeline.chunks"] = self.chunks
-        return found
+        return {**found, **{key: list(values) for key, values in self.by_stage}}
 
     @property
     def text(self) -> str:
@@ -113,10 +122,7 @@ class LayoutChoice:
 
 def words_of(keys: Keys) -> list[str]:
     """Return keys and values as words of a command line."""
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in keys.items()
-    ]
+    return [f"{key}={text_of(value).replace(', ', ',')}" for key, value in keys.items()]
 
 
 def value_of(config: Config, key: str) -> Any:

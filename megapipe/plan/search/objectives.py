@@ -72,17 +72,28 @@ class Goal(NamedTuple):
 
     def listed(self, results: Sequence[Result]) -> list[tuple[Result, Estimate]]:
         """Return the layouts to print, the best first."""
-        if self.objective == "memory":
-            every = [(each, one) for each in results for one in each.found.front]
-            return sorted(every, key=lambda pair: (pair[1].bytes, pair[1].seconds))[: self.top]
         if self.with_front:
             return [(each, one) for each in results for one in each.found.front]
-        every = [(each, one) for each in results for one in each.found.best]
-        if self.objective == "cost":
-            every.sort(key=lambda pair: pair[0].search.gpus / pair[1].tokens_per_second)
-        else:
-            every.sort(key=lambda pair: pair[1].seconds)
-        return every[: self.top]
+        front = self.objective == "memory"
+        every = [
+            (each, one)
+            for each in results
+            for one in (each.found.front if front else each.found.best)
+        ]
+        return self.ordered(every)[: self.top]
+
+    def ordered(self, layouts: Sequence[tuple[Result, Estimate]]) -> list[tuple[Result, Estimate]]:
+        """Return layouts in the order of the objective, the best first."""
+
+        def order(layout: tuple[Result, Estimate]) -> tuple[float, float]:
+            result, found = layout
+            if self.objective == "memory":
+                return found.bytes, found.seconds
+            if self.objective == "cost":
+                return result.search.gpus / found.tokens_per_second, found.seconds
+            return found.seconds, found.bytes
+
+        return sorted(layouts, key=order)
 
 
 Run = Callable[[Config, int], Result]
