@@ -9,6 +9,23 @@ from pydantic import Field
 from megapipe.config.section import OnResume, Section
 
 
+class PlanFactors(Section):
+    """Factors of planned times by category. ``megapipe plan --calibrate`` fits them to runs."""
+
+    ON_RESUME = OnResume.HARMLESS
+
+    gemm: float = Field(1.0, gt=0)
+    """Factor of the time of matrix products."""
+    attention: float = Field(1.0, gt=0)
+    """Factor of the time of attention kernels."""
+    bytes: float = Field(1.0, gt=0)
+    """Factor of the time of kernels that only move bytes: norms, sums, copies, the update."""
+    host: float = Field(1.0, gt=0)
+    """Factor of the time in which the host starts kernels."""
+    link: float = Field(1.0, gt=0)
+    """Factor of the time of messages and collectives, their latency included."""
+
+
 class PlanConfig(Section):
     """Assumed devices and links: for the dry run, and for every `auto` that minimizes time."""
 
@@ -34,6 +51,9 @@ class PlanConfig(Section):
     time_factor: float = Field(1.0, gt=0)
     """Factor of the time of all kernels. To calibrate plans, set the measured time of a run on one
     device, divided by its planned time."""
+    factors: PlanFactors = PlanFactors()
+    """Factors of planned times by category, in addition to `time_factor`: `gemm`, `attention`,
+    `bytes`, `host`, `link`. `megapipe plan --calibrate RUN` fits them to a run on the device."""
     intra_node_gb_s: float | None = Field(None, gt=0)
     """Bandwidth from a process to processes of the same node, in GB/s. Default: that of the
     device's links, or 300, as over NVLink, if the links are not known."""

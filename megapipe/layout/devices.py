@@ -40,7 +40,9 @@ class Architecture:
     kernel_us: float = 0.0
     """Microseconds that a kernel takes at least, on the device."""
     host_us: float = 0.0
-    """Microseconds of the host per operation, which it takes while the device computes."""
+    """Microseconds of the host per kernel, which it takes while the device computes."""
+    host_computes: bool = False
+    """Whether the host is the device, so that its time is added to that of the kernels."""
     fp32: float = 1.0
     """Peak of GEMMs in fp32 relative to bf16."""
     fp8: float = 1.0
@@ -87,7 +89,7 @@ _BLACKWELL = replace(
 _CDNA3 = replace(  # assumed, except for the peaks of the data sheet
     _AMPERE, gemm=0.5, small_tile=0.9, forward=0.35, backward=0.25, bytes=0.75, fp32=0.125, fp8=2.0
 )
-_CPU = Architecture(gemm=0.8, forward=0.4, backward=0.35, bytes=0.7, host_us=8)  # assumed
+_CPU = Architecture(gemm=0.8, forward=0.4, backward=0.35, bytes=0.7, host_us=8, host_computes=True)  # assumed
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,16 @@ def speed(config: Config, neighbours: int) -> float:
 
 
 def link_speed(config: Config, *, within: bool) -> float:
-    """Return the GB/s from a process to others of its node (`within`), or to other nodes. `config`
-    is resolved."""
-    if not within:
-        return config.plan.inter_node_gb_s
-    assert config.plan.intra_node_gb_s is not None, "a resolved configuration"
-    return config.plan.intra_node_gb_s
+    """Return the GB/s from a process to others of its node (`within`), or to other nodes, with
+    ``plan.factors.link``. `config` is resolved."""
+    plan = config.plan
+    assert plan.intra_node_gb_s is not None, "a resolved configuration"
+    return (plan.intra_node_gb_s if within else plan.inter_node_gb_s) / plan.factors.link
+
+
+def link_latency(config: Config) -> float:
+    """Return the seconds of an empty message or collective, with ``plan.factors.link``."""
+    return config.plan.link_latency_us * config.plan.factors.link / 1e6
 
 
 def in_nodes(config: Config, neighbours: int) -> bool:

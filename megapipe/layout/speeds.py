@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megapipe.config.config import Config
-from megapipe.config.plan import PlanConfig
+from megapipe.config.plan import PlanConfig, PlanFactors
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import CPU, Device, device, local_device
 
@@ -34,6 +34,8 @@ class Speeds:
     """Peak and speeds of the device."""
     factor: float
     """Factor of the time of all kernels (``plan.time_factor``)."""
+    factors: PlanFactors = PlanFactors()
+    """Further factors, by category of kernels (``plan.factors``)."""
 
     @classmethod
     def of(cls, config: Config) -> "Speeds":
@@ -53,6 +55,7 @@ class Speeds:
             margin_gb=0.0 if plan.device_gb else MARGIN * (own_gb or 0.0),
             device=known,
             factor=plan.time_factor,
+            factors=plan.factors,
         )
 
     @property

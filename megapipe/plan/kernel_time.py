@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from functools import cache
 from itertools import groupby
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megapipe.config.config import Config
-from megapipe.layout.p2p import in_nodes, speed
+from megapipe.layout.p2p import in_nodes, link_latency, speed
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.unit import Kernel, Operation, Transfer, Unit
 
@@ -37,6 +37,8 @@ ATTENTION_ROWS = 128
 """Rows of queries that one block of flash attention computes."""
 CUDNN, EFFICIENT = 1.5, 0.6
 """Speeds of cuDNN's and of memory-efficient attention relative to flash attention; assumed."""
+KernelKind = Literal["gemm", "attention", "bytes"]
+"""Category of a kernel: with FLOPs of products, of attention, or without FLOPs."""
 HOP_US = 5.0
 """Microseconds that each rank after the second adds to a collective between nodes; assumed."""
 
@@ -50,6 +52,8 @@ class Times(NamedTuple):
     """Seconds of kernels that only move bytes: norms, sums, copies."""
     host: float = 0.0
     """Seconds that the host needs to start the operation's kernels."""
+    host_computes: bool = False
+    """Whether the host is the device, and computes nothing while it starts kernels."""
 
     @property
     def device(self) -> float:
@@ -58,7 +62,10 @@ class Times(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the operation: the host starts kernels while the device computes."""
+        """Seconds of the operation: the host starts kernels while the device computes, unless it is
+        the device."""
+        if self.host_computes:
+            return self.device + self.host
         return max(self.device, self.host)
 
 
@@ -66,7 +73,7 @@ class KernelTime:
     """Times of kernels on a device. Raises :class:`ConfigError` if the device's peak is unknown."""
 
     def __init__(self, speeds: Speeds) -> None:
-        self.device, self.factor = speeds.known, speeds.factor
+        self.device, self.factor, self.factors = speeds.known, speeds.factor, speeds.factors
         self.reaches = self.device.architecture
         self._known: dict[int, tuple[Kernel, float]] = {}
 
@@ -74,14 +81,15 @@ class KernelTime:
         """Return the times of the kernels among an operation's `calls`. `compiled`: inductor fuses
         neighbouring kernels that only move bytes."""
         kernels = [call for call in calls if isinstance(call, Kernel)]
-        found = {"gemm": 0.0, "attention": 0.0, "bytes": 0.0}
+        found: dict[KernelKind, float] = {"gemm": 0.0, "attention": 0.0, "bytes": 0.0}
         count = 0
         for kind, group in groupby(kernels, key=_kind):
             times = [self.kernel(kernel) for kernel in group]
             joined = compiled and kind == "bytes"
             found[kind] += max(times) if joined else sum(times)
             count += 1 if joined else len(times)
-        return Times(**found, host=self.factor * count * self.reaches.host_us / 1e6)
+        host = self.factor * self.factors.host * count * self.reaches.host_us / 1e6
+        return Times(**found, host=host, host_computes=self.reaches.host_computes)
 
     def seconds(self, operation: Operation, unit: Unit) -> float:
         """Return the seconds of an operation's kernels."""
@@ -89,7 +97,10 @@ class KernelTime:
 
     def moved(self, size: float) -> float:
         """Return the seconds in which a kernel reads and writes `size` bytes."""
-        return self.factor * size / (self.device.tb_s * 1e12 * self.reaches.bytes)
+        return self.factor * self.factors.bytes * self._moved(size)
+
+    def _moved(self, size: float) -> float:
+        return size / (self.device.tb_s * 1e12 * self.reaches.bytes)
 
     def kernel(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel on the device. Equal layers share a kernel object, so its
@@ -99,16 +110,17 @@ class KernelTime:
         return known[1]
 
     def _seconds(self, kernel: Kernel) -> float:
-        computed = 0.0
-        if _kind(kernel) == "attention":
+        computed, kind = 0.0, _kind(kernel)
+        if kind == "attention":
             computed = self._attention(kernel)
         elif kernel.product is not None:
             computed = self._product(*kernel.product, batch=kernel.batch, dtype=kernel.dtype)
             computed /= GROUPED if kernel.name == "_grouped_mm" and self.device.units else 1.0
         elif kernel.flops:
             computed = self._flops(kernel.flops, kernel.dtype)
-        moved = self.moved(kernel.read + kernel.written)
-        return max(self.factor * computed, moved) + self.factor * self.reaches.kernel_us / 1e6
+        moved = self._moved(kernel.read + kernel.written)
+        factor = self.factor * getattr(self.factors, kind)
+        return float(factor * (max(computed, moved) + self.reaches.kernel_us / 1e6))
 
     def _peak(self, dtype: str) -> float:
         """Return the peak FLOP/s of GEMMs in the number type `dtype`."""
@@ -180,7 +192,7 @@ class KernelTime:
     def attention(self, flops: float, *, backward: bool) -> float:
         """Return the seconds that `flops` of attention take if there are many heads."""
         rate = self.device.tflops * 1e12 * self._share(backward=backward)
-        return self.factor * flops / rate
+        return self.factor * self.factors.attention * flops / rate
 
 
 def _every_score(name: str, queries: int, keys: int, width: int) -> int:
@@ -196,7 +208,7 @@ def _masked(kernel: Kernel, queries: int, keys: int, width: int) -> float:
     return kernel.flops * ATTENTION_ROWS / keys if causal else 0.0
 
 
-def _kind(kernel: Kernel) -> str:
+def _kind(kernel: Kernel) -> KernelKind:
     if "attention" in kernel.name:
         return "attention"
     return "gemm" if kernel.flops else "bytes"
@@ -220,7 +232,7 @@ def ring_seconds(config: Config, size: float, members: int, span: int) -> float:
     of ranks from the group's first to its last."""
     if members == 1:
         return 0.0
-    latency = config.plan.link_latency_us
+    latency = link_latency(config)
     if latency and not in_nodes(config, span):
-        latency += HOP_US * (members - 2)
-    return size / (1e9 * speed(config, span)) + latency / 1e6
+        latency += HOP_US / 1e6 * config.plan.factors.link * (members - 2)
+    return size / (1e9 * speed(config, span)) + latency

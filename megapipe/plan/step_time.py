@@ -23,7 +23,7 @@ from megapipe.config.config import Config
 from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
-from megapipe.layout.p2p import link_speed, speed
+from megapipe.layout.p2p import link_latency, link_speed, speed
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.context_options import cost_of
 from megapipe.plan.kernel_time import KernelTime, ring_seconds, transfer_seconds
@@ -148,7 +148,7 @@ def timed_cost(units: Units, speeds: Speeds) -> Cost:
             for a, b in pairs(layout.schedule.placement)
         },
         message=largest_message(config, layout),
-        latency=config.plan.link_latency_us / 1e6,
+        latency=link_latency(config),
         reduce=tuple(reduce),
         gather=tuple(gather),
         buckets=buckets,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapipe.command_line import phase
 from megapipe.config.config import Config
+from megapipe.config.plan import PlanConfig
 from megapipe.distributed.grid import MeshCoordinates
 from megapipe.layers.activation_policy import BlockPolicy, BlockSpan
 from megapipe.layout.layout import Layout
@@ -148,6 +150,12 @@ class Units:
         from megapipe.plan.results import Results
 
         return Results()
+
+    def assuming(self, plan: PlanConfig) -> Units:
+        """Return the costs for other assumed speeds. What is measured does not depend on them."""
+        other = copy(self)
+        other.config = self.config.model_copy(update={"plan": plan})
+        return other
 
     @cached_property
     def without_recomputation(self) -> Units:

@@ -17,7 +17,7 @@ from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
 from megapipe.layout.measurements import ExpertForm
 from megapipe.layout.moe.dispatch import dispatch_candidates, most_chunks
-from megapipe.layout.p2p import link_speed
+from megapipe.layout.p2p import link_latency, link_speed
 from megapipe.layout.speeds import Speeds, known_speeds
 from megapipe.plan.kernel_time import KernelTime
 from megapipe.plan.moe.dispatch_traffic import (
@@ -47,7 +47,7 @@ class AssumedCosts(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> AssumedCosts:
         """Return the costs that a plan assumes."""
-        return cls(latency=config.plan.link_latency_us / 1e6)
+        return cls(latency=link_latency(config))
 
 
 class Products(NamedTuple):

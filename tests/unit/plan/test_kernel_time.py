@@ -143,7 +143,7 @@ def test_the_factor_scales_every_time() -> None:
     calls = [gemm(4096, 4096, 512), copy(10**7), attention(4)]
     once, twice = times_on().of(calls), times_on("plan.time_factor=2").of(calls)
     assert twice == pytest.approx([2 * each for each in once])
-    assert all(each > 0 for each in once)
+    assert min(once.gemm, once.attention, once.bytes, once.host) > 0
     assert times_on("plan.time_factor=2").moved(1e9) == pytest.approx(2 * times_on().moved(1e9))
 
 
