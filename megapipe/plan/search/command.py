@@ -2,6 +2,8 @@
 the micro-batch, the schedule, its chunks, recomputation and the ZeRO stage. It prints the fastest
 layouts that fit, with the time and memory of their plans (--dry-run). docs/planning.md explains.
 
+With --calibrate it fits factors of planned times to runs instead.
+
 example: megapipe plan llama_70b --gpus 128 --device H100
 """
 
@@ -23,7 +25,9 @@ from megapipe.cli import dump, parse_and_notify, possible_words
 from megapipe.command_line import Parser, run_command, suggest
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
+from megapipe.plan.calibrate_command import run_calibration
 from megapipe.plan.memory_fit import size_text
+from megapipe.plan.plan_file import plan_words
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
@@ -42,13 +46,13 @@ def parser() -> Parser:
     made = Parser(prog="megapipe plan", description=__doc__)
     keys = made.add_argument(
         "keys",
-        nargs="+",
+        nargs="*",
         metavar="CONFIG or section.key=value",
         help="as for megapipe train; a value of a key that the search varies is kept",
     )
     suggest(keys, possible_words)
     made.add_argument(
-        "--gpus", type=_numbers, required=True, metavar="N[,N...]",
+        "--gpus", type=_numbers, metavar="N[,N...]",
         help="number of devices; several: layouts of each of them are compared",
     )  # fmt: skip
     made.add_argument("--device", help="device, as in H100; default: plan.device")
@@ -87,7 +91,32 @@ def parser() -> Parser:
         help="let the stages of the printed layouts differ: less recomputation on ranks that have "
         "memory for it, and layers moved off the slowest rank",
     )
-    made.add_argument("-o", "--output", type=Path, help="write the fastest as a configuration")
+    made.add_argument(
+        "--calibrate",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="plan no layouts: fit factors of planned times to the timelines (log.timeline) of the "
+        "runs in these folders",
+    )
+    made.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="plan with the factors that --calibrate has written with -o",
+    )
+    made.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="plan with the links of a file that megapipe doctor --links has written",
+    )
+    made.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="write the fastest as a configuration; with --calibrate the factors",
+    )
     made.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw the layouts and the front of --front"
     )
@@ -102,6 +131,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(given: argparse.Namespace) -> None:
+    given.keys += [
+        word for path in (given.calibration, given.links) if path for word in plan_words(path)
+    ]
+    if given.calibrate is not None:
+        device = [] if given.device is None else [f"plan.device={given.device}"]
+        run_calibration(given.calibrate, [*given.keys, *device], given.output)
+        return
+    if given.gpus is None or not given.keys:
+        raise ConfigError("expected CONFIG and --gpus N, or --calibrate RUN")
     _check(given)
     words, free = split_words(given.keys)
     options = {
