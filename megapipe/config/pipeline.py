@@ -180,6 +180,10 @@ class PipelineConfig(Section):
     """Layers of each stage: a list of layer counts, or a string of stages divided by `|` made of E
     (embedding), L or L*n (layers) and H (head), as in "E L*3 | L*4 | L*3 H". Default: least FLOPs
     for the busiest rank, then for the slowest stage, with head and recomputation."""
+    rank_order: Literal["auto"] | list[int] | None = None
+    """Pipeline ranks in the order in which the schedule numbers them: with [0, 2, 1] rank 2 does
+    what rank 1 would do. auto: the order whose slowest link between neighbouring stages is fastest,
+    by `plan.links` and the bandwidths within and between nodes. Default: 0, 1, 2, ..."""
     transport: Literal["process_group", "in_process"] = "process_group"
     """Where pipeline ranks run. process_group: one process per pipeline rank. in_process: each
     process runs the programs of all pipeline ranks; there are dp x cp x tp processes."""

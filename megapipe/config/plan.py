@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import OnResume, Section
+from megapipe.config.section import ExpectedText, OnResume, Section
 
 
 class PlanFactors(Section):
@@ -59,6 +59,17 @@ class PlanConfig(Section):
     device's links, or 300, as over NVLink, if the links are not known."""
     inter_node_gb_s: float = Field(25.0, gt=0)
     """Bandwidth from a process to other nodes, in GB/s, as over a port of 200 Gbit/s."""
+    links: Annotated[
+        dict[str, Annotated[float, Field(gt=0)]],
+        ExpectedText("GB/s above 0 between two processes, as in plan.links.0-3=2.5"),
+    ] = Field(default_factory=dict)
+    """Links that are slower than the others: plan.links.A-B is the bandwidth in GB/s between the
+    processes A and B, in both directions. It counts for messages of the pipeline and for
+    collectives of groups with both processes (`pipeline.rank_order`)."""
+    rank_speeds: list[Annotated[float, Field(gt=0, le=1)]] | None = None
+    """Speed of each process's device relative to the fastest one, from 0 to 1. Kernels of a device
+    at 0.5 take twice as long. Without `pipeline.stage_layout`, its pipeline rank gets fewer layers.
+    Default: all are equal."""
     link_latency_us: float = Field(20.0, ge=0)
     """Latency in microseconds: the time of a message or collective without bytes. Every further
     expert chunk adds such times (`experts.overlap_chunks`)."""

@@ -1,6 +1,7 @@
 """Speeds of links between processes, and how pipeline ranks send messages over them."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
@@ -52,9 +53,46 @@ def _obstacle(config: Config, tuples: bool) -> str | None:
     return None
 
 
-def speed(config: Config, neighbours: int) -> float:
-    """Return the GB/s of the slowest link within a group of `neighbours` consecutive ranks."""
-    return link_speed(config, within=in_nodes(config, neighbours))
+def speed(config: Config, span: int, members: int | None = None) -> float:
+    """Return the GB/s of the slowest link within the groups of `members` ranks, at equal distances,
+    of which the first and the last are among `span` neighbours; default: all of these."""
+    usual = link_speed(config, within=in_nodes(config, span))
+    members = members or span
+    stride = ceil(span / members)
+    block = members * stride
+    slow = [
+        rate
+        for (a, b), rate in _slow_links(config)
+        if a // block == b // block and (a - b) % stride == 0
+    ]
+    return min([usual, *slow])
+
+
+def speed_between(config: Config, first: int, second: int) -> float:
+    """Return the GB/s of the slowest link between two pipeline ranks: each process sends to the
+    process with the same index in the other rank."""
+    per_node = config.parallel.ranks_per_node
+    ends = list(zip(ranks_of_stage(config, first), ranks_of_stage(config, second), strict=True))
+    usual = min(link_speed(config, within=a // per_node == b // per_node) for a, b in ends)
+    slow = [rate for pair, rate in _slow_links(config) if pair in ends or pair[::-1] in ends]
+    return min([usual, *slow])
+
+
+def _slow_links(config: Config) -> list[tuple[tuple[int, int], float]]:
+    """Return the pairs of processes of ``plan.links``, and their GB/s with ``plan.factors.link``."""
+    found, factor = [], config.plan.factors.link
+    for name, rate in config.plan.links.items():
+        first, _, second = name.partition("-")
+        found.append(((int(first), int(second)), rate / factor))
+    return found
+
+
+def ranks_of_stage(config: Config, rank: int) -> range:
+    """Return the processes of a pipeline rank."""
+    parallel = config.parallel
+    size = (parallel.dp or 1) * parallel.cp * parallel.tp
+    first = 0 if config.pipeline.transport == "in_process" else rank * size
+    return range(first, first + size)
 
 
 def link_speed(config: Config, *, within: bool) -> float:

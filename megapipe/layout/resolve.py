@@ -30,6 +30,7 @@ from megapipe.layout.moe.dispatch import check_dispatch, resolved_experts
 from megapipe.layout.p2p import sends_tuples, uses_scatter_gather
 from megapipe.layout.sequence_slices import balanced_slices_for, fastest_slices_for, is_cut_by_time
 from megapipe.layout.speeds import resolved_plan
+from megapipe.layout.unequal import check_unequal, in_order, pipeline_speeds
 from megapipe.layout.zero_stage import max_replicas, replica_policy
 from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout
@@ -122,6 +123,7 @@ def _resolve(
         return config, before
     family = model_spec_of(config, device)
     check(config, family, dp, processes)
+    check_unequal(config, processes)
     microbatches = _microbatches(config, dp)
     stream = async_schedule_of(config, microbatches)
     # a schedule that depends on costs is made when the stages are known; a short one has its
@@ -355,7 +357,10 @@ def _partition(config: Config, family: ModelSpec, placement: Placement) -> tuple
     )
     if chosen is None:
         text = balanced(
-            family.unit_costs(uniform_recompute(config.activations)), placement, ends=ends
+            family.unit_costs(uniform_recompute(config.activations)),
+            placement,
+            ends=ends,
+            speeds=pipeline_speeds(config),
         )
     else:
         text = chosen if isinstance(chosen, str) else from_counts(chosen, ends=ends)
@@ -405,6 +410,7 @@ def _schedule(
         check_trainable(schedule)
     except ScheduleError as error:
         raise ConfigError(f"pipeline.schedule={pipeline.schedule}: {error}") from None
+    schedule = in_order(config, schedule)
     rows = config.train.microbatch
     for size in schedule.sizes or ():
         if (rows * size).denominator > 1:

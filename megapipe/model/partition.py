@@ -75,10 +75,17 @@ def from_counts(counts: Sequence[int], *, ends: bool = True) -> str:
     return _join(counts, ends=ends)
 
 
-def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) -> str:
+def balanced(
+    costs: Sequence[Time],
+    placement: Placement,
+    *,
+    ends: bool = True,
+    speeds: Sequence[Fraction] | None = None,
+) -> str:
     """Return the stage layout with least work for the busiest rank, then for the slowest stage.
 
-    `costs`: costs of the layers, with `ends` the embedding's before and the head's after them. A
+    `costs`: costs of the layers, with `ends` the embedding's before and the head's after them.
+    `speeds`: relative speeds of the ranks; default: all are equal. A
     rank runs all of its stages for each micro-batch, so the rank with the largest sum sets the pace
     of a long step. The slowest stage determines warm-up and drain. With one stage per rank both are
     the same. Ties go to the smallest sum of squared stage costs. If stages have equal costs, the
@@ -99,14 +106,19 @@ def balanced(costs: Sequence[Time], placement: Placement, *, ends: bool = True) 
             f"at most {len(units)} stages can hold something"
         )
     inner = units[1:-1] if ends else units
+    slowness = [1 / speed for speed in speeds or [Fraction(1)] * placement.ranks]
+    of_stages = [
+        max(slowness[rank] for rank in placement.holders(stage)) for stage in range(stages)
+    ]
     if len(set(inner)) > 1:
-        borders = _moved(units, placement, _evened(units, stages))
+        borders = _moved(units, placement, _evened(units, of_stages), slowness)
         return _join(_layer_counts(borders, layers, ends=ends), ends=ends)
     parts = (inner[0], units[0], units[-1]) if ends else (inner[0], 0, 0)
-    quickest = _deal(layers, placement, parts, None, ends=ends)
+    quickest = _deal(layers, placement, parts, None, slowness, ends=ends)
     assert quickest is not None
-    most = max(rank_loads(placement, stage_costs(quickest, *parts)))
-    return _join(_deal(layers, placement, parts, most, ends=ends) or quickest, ends=ends)
+    most = max(rank_loads(placement, stage_costs(quickest, *parts), slowness))
+    evener = _deal(layers, placement, parts, most, slowness, ends=ends)
+    return _join(evener or quickest, ends=ends)
 
 
 def stage_costs(counts: Sequence[int], layer: Time, embedding: Time, head: Time) -> list[Time]:
@@ -125,21 +137,22 @@ def in_whole_units(costs: Sequence[Time]) -> list[int]:
     return [int(cost * unit) for cost in exact]
 
 
-def _evened(units: Sequence[int], stages: int) -> list[int]:
-    """Minimize the slowest stage's cost. Return borders: the first unit of each stage, and at the
-    end the number of units.
+def _evened(units: Sequence[int], slowness: Sequence[Fraction]) -> list[int]:
+    """Minimize the slowest stage's time. Return borders: the first unit of each stage, and at the
+    end the number of units. `slowness`: time of each stage per cost.
 
-    The cost of the slowest stage is a sum over neighbouring units; bisection finds the smallest
-    possible sum.
+    The time of the slowest stage is a sum over neighbouring units; bisection finds the smallest
+    possible one.
     """
-    ends = [0, *accumulate(units)]
-    limits = sorted({b - a for a, b in combinations(ends, 2)})
+    ends, stages = [0, *accumulate(units)], len(slowness)
+    sums = {b - a for a, b in combinations(ends, 2)}
+    limits = sorted({each * slow for each in sums for slow in set(slowness)})
 
-    def fill(limit: int) -> list[int] | None:
+    def fill(limit: Fraction) -> list[int] | None:
         borders = [0]
-        for stage in range(stages):
+        for stage, slow in enumerate(slowness):
             first, left = borders[-1], stages - stage - 1
-            stop = bisect_right(ends, ends[first] + limit) - 1
+            stop = bisect_right(ends, ends[first] + limit / slow) - 1
             stop = min(stop, len(units) - left)  # leave a unit for each later stage
             if stop <= first:
                 return None
@@ -152,14 +165,18 @@ def _evened(units: Sequence[int], stages: int) -> list[int]:
     return found
 
 
-def _moved(units: Sequence[int], placement: Placement, borders: list[int]) -> list[int]:
+def _moved(
+    units: Sequence[int], placement: Placement, borders: list[int], slowness: Sequence[Fraction]
+) -> list[int]:
     """Move stage borders by one unit while that improves the busiest rank's cost, or in a tie the
     slowest stage's, or in a tie the sum of squares."""
     ends = [0, *accumulate(units)]
 
     def worth(borders: Sequence[int]) -> tuple[Time, Time, Time]:
         costs = [ends[b] - ends[a] for a, b in pairwise(borders)]
-        return max(rank_loads(placement, costs)), max(costs), sum(cost * cost for cost in costs)
+        times = _stage_times(placement, costs, slowness)
+        loads = rank_loads(placement, costs, slowness)
+        return max(loads), max(times), sum(time * time for time in times)
 
     best = worth(borders)
     improved = True
@@ -180,14 +197,31 @@ def _layer_counts(borders: Sequence[int], layers: int, *, ends: bool) -> list[in
     return [b - a for a, b in pairwise(at)]
 
 
-def rank_loads(placement: Placement, costs: Sequence[Time]) -> list[Time]:
-    """Return each pipeline rank's cost per micro-batch: the sum over its stages, for all directions
-    of a bidirectional pipeline. `costs`: cost of each stage."""
+def rank_loads(
+    placement: Placement, costs: Sequence[Time], slowness: Sequence[Time] | None = None
+) -> list[Time]:
+    """Return each pipeline rank's time per micro-batch: the sum over its stages, for all directions
+    of a bidirectional pipeline.
+
+    `costs`: cost of each stage. `slowness`: time of each rank per cost; default: 1.
+    """
     loads: list[Time] = [0] * placement.ranks
     for row in placement.table:
         for rank, cost in zip(row, costs, strict=True):
             loads[rank] += cost
-    return loads
+    if slowness is None:
+        return loads
+    return [load * slow for load, slow in zip(loads, slowness, strict=True)]
+
+
+def _stage_times(
+    placement: Placement, costs: Sequence[Time], slowness: Sequence[Time]
+) -> list[Time]:
+    """Return each stage's time on the slowest rank that holds it."""
+    return [
+        cost * max(slowness[rank] for rank in placement.holders(stage))
+        for stage, cost in enumerate(costs)
+    ]
 
 
 def _deal(
@@ -195,6 +229,7 @@ def _deal(
     placement: Placement,
     parts: tuple[Time, Time, Time],
     most: Time | None,
+    slowness: Sequence[Fraction],
     *,
     ends: bool,
 ) -> list[int] | None:
@@ -202,17 +237,22 @@ def _deal(
 
     Without `most`, the cheapest stage of the least loaded rank gets the next layer. With `most`,
     the maximum load of a rank, the cheapest stage that keeps its ranks within it gets the layer.
-    Return None if no stage does. `parts`: costs of a layer, the embedding and the head.
+    Return None if no stage does. `parts`: costs of a layer, the embedding and the head. `slowness`:
+    time of each rank per cost.
     """
     layer, stages = parts[0], placement.stages
     counts = [int(not ends or 0 < stage < stages - 1) for stage in range(stages)]
-    costs = stage_costs(counts, *parts)
-    loads = rank_loads(placement, costs)
+    costs = _stage_times(placement, stage_costs(counts, *parts), slowness)
+    loads = rank_loads(placement, stage_costs(counts, *parts), slowness)
+    of_layer = _stage_times(placement, [layer] * stages, slowness)
     times = [Counter(row[stage] for row in placement.table) for stage in range(stages)]
     for _ in range(layers - sum(counts)):
         best: tuple[Time, Time, int] | None = None
         for stage in range(stages):
-            load = max(loads[rank] + layer * often for rank, often in times[stage].items())
+            load = max(
+                loads[rank] + layer * slowness[rank] * often
+                for rank, often in times[stage].items()
+            )
             if most is not None:
                 if load > most:
                     continue
@@ -223,9 +263,9 @@ def _deal(
             return None
         stage = -best[2]
         counts[stage] += 1
-        costs[stage] += layer
+        costs[stage] += of_layer[stage]
         for rank, often in times[stage].items():
-            loads[rank] += layer * often
+            loads[rank] += layer * slowness[rank] * often
     return counts
 
 

@@ -235,4 +235,4 @@ def ring_seconds(config: Config, size: float, members: int, span: int) -> float:
     latency = link_latency(config)
     if latency and not in_nodes(config, span):
         latency += HOP_US / 1e6 * config.plan.factors.link * (members - 2)
-    return size / (1e9 * speed(config, span)) + latency
+    return size / (1e9 * speed(config, span, members)) + latency

@@ -23,8 +23,9 @@ from megapipe.config.config import Config
 from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
-from megapipe.layout.p2p import link_latency, link_speed, speed
+from megapipe.layout.p2p import link_latency, speed, speed_between
 from megapipe.layout.speeds import Speeds
+from megapipe.layout.unequal import pipeline_speeds, stage_speeds
 from megapipe.plan.context_options import cost_of
 from megapipe.plan.kernel_time import KernelTime, ring_seconds, transfer_seconds
 from megapipe.plan.memory import update_bytes
@@ -74,7 +75,8 @@ def expected_step(units: Units, speeds: Speeds, timeline: Timeline) -> StepTime:
     stream = layout.async_schedule
     update = 0.0
     if speeds.device is not None:
-        moved = max(update_bytes(config, layout, rank) for rank in range(layout.pp))
+        slowness = [1 / float(speed) for speed in pipeline_speeds(config)]
+        moved = max(update_bytes(config, layout, rank) * slow for rank, slow in enumerate(slowness))
         update = KernelTime(speeds).moved(moved)
     if stream is not None:
         times = window_times(stream, _cost(units, speeds))
@@ -96,10 +98,13 @@ def _cost(units: Units, speeds: Speeds) -> Cost:
 
 def _computed(units: Units, time: Callable[[Operation, Unit], float]) -> Cost:
     """Return costs in which operations take only the time of their kernels."""
+    speeds = stage_speeds(units.config, units.layout.schedule.placement)
 
     def by_stage(what: Operation) -> tuple[Time, ...]:
         mean = {stage: units.mean(stage, partial(time, what)) for stage in set(units.alike)}
-        return tuple(mean[stage] for stage in units.alike)
+        return tuple(
+            mean[stage] / speed for stage, speed in zip(units.alike, speeds, strict=True)
+        )
 
     return replace(
         units.layout.cost, F=by_stage("F"), R=by_stage("R"), I=by_stage("I"), W=by_stage("W")
@@ -113,7 +118,6 @@ def timed_cost(units: Units, speeds: Speeds) -> Cost:
     kernels = KernelTime(speeds)
     computed = _computed(units, kernels.seconds)
     reduce, gather, buckets = _replicas(config, layout)
-    stride = layout.tp * layout.cp * layout.dp
 
     hidden, compiled = config.kernels.tp_comm_overlap, config.kernels.compile
     link, own = 1e9 * speed(config, layout.tp), computed.table(layout.stages)
@@ -144,7 +148,7 @@ def timed_cost(units: Units, speeds: Speeds) -> Cost:
         W=tuple(times["W"]),
         B=tuple(times["B"]),
         bandwidth={
-            (a, b): _between(config, a * stride, b * stride)
+            (a, b): 1e9 * speed_between(config, a, b)
             for a, b in pairs(layout.schedule.placement)
         },
         message=largest_message(config, layout),
@@ -225,12 +229,6 @@ def _message(config: Config, layout: Layout, stage: int, source: int) -> float:
     before = min(stage, source)
     size = message_bytes(layout, before, config.train.microbatch, layout.local_length)
     return float((layout.tp - 1) * size)
-
-
-def _between(config: Config, first: int, second: int) -> float:
-    """Return the bytes per second between two ranks of the job."""
-    per_node = config.parallel.ranks_per_node
-    return 1e9 * link_speed(config, within=first // per_node == second // per_node)
 
 
 def _replicas(config: Config, layout: Layout) -> tuple[list[float], list[float], Buckets]:

@@ -149,6 +149,9 @@ def run(given: argparse.Namespace) -> None:
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
     command = parse_and_notify(words)
+    config = command.config
+    if config.plan.links:
+        config = with_keys(config, {"pipeline.rank_order": "auto"})
     shown = _Shown()
     goal = Goal(given.objective, given.gpus, given.top, given.front or given.svg is not None)
 
@@ -156,7 +159,7 @@ def run(given: argparse.Namespace) -> None:
         planned = with_keys(config, {"plan.gpus": gpus})
         return Search(planned, free | command.searched, gpus)
 
-    results = goal.results(command.config, searcher, shown)
+    results = goal.results(config, searcher, shown)
     listed = goal.listed(results)
     if given.refine:
         listed = goal.ordered([_refined(*each, shown) for each in listed])

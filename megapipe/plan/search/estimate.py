@@ -63,8 +63,8 @@ class ShapeCost(NamedTuple):
     """Whether updates do not wait for other ranks, so that a step is the longest time of a rank
     from its first operation to its last."""
     is_uniform: bool
-    """Whether all layers cost the same. If not, :meth:`least_seconds` and :meth:`least_bytes`
-    return bounds for an average rank."""
+    """Whether all layers cost the same, on all ranks. If not, :meth:`least_seconds` and
+    :meth:`least_bytes` return bounds for an average rank."""
 
     @classmethod
     def of(cls, units: Units, speeds: Speeds) -> ShapeCost:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megapipe.layout.speeds import Speeds
+from megapipe.layout.unequal import stage_speeds
 from megapipe.plan.kernel_time import KernelTime, Times
 from megapipe.plan.memory_fit import DEVICE_PARTS, demand, milliseconds, size_text, step_figures
 from megapipe.plan.search.estimate import Estimate
@@ -89,11 +90,13 @@ def step_shares(units: Units, speeds: Speeds) -> tuple[int, Mapping[str, float]]
         "host, while the device waits": lambda times: times.seconds - times.device,
     }
 
+    speed_of = stage_speeds(units.config, layout.schedule.placement)
+
     def mean(stage: int, operation: Operation, cause: Callable[[Times], float]) -> float:
         def seconds(unit: Unit) -> float:
             return cause(kernels.of(unit.operations[operation], compiled=unit.compiled))
 
-        return units.mean(stage, seconds)
+        return units.mean(stage, seconds) / speed_of[stage]
 
     operations = _operations(units, rank).items()
     found = {

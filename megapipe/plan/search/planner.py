@@ -71,12 +71,15 @@ class Planner(NamedTuple):
             "train.global_batch": stages * dp * shape.microbatch,
             "pipeline.stage_layout": [1, self.config.model.layers - 2, 1],
         }
-        plain = self.config.model_copy(update={"pipeline": PipelineConfig()})
+        equal = with_keys(self.config, {"plan.links": {}, "plan.rank_speeds": None})
+        plain = equal.model_copy(update={"pipeline": PipelineConfig()})
         try:
             units = self._units(plain, keys, stages * dp * shape.tp * shape.cp)
-            return ShapeCost.of(units, known_speeds(units.config))
+            cost = ShapeCost.of(units, known_speeds(units.config))
         except MegapipeError as error:
             return str(error)
+        unequal = self.config.plan.rank_speeds is not None
+        return cost._replace(is_uniform=False) if unequal else cost
 
     def plan(self, job: LayoutJob) -> LayoutPlan:
         """Plan a layout as far as needed: raise its bound by a simulation of its schedule, then
