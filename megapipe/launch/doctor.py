@@ -3,7 +3,8 @@
 The command prints a line for each thing that a run depends on and that differs between machines:
 versions, devices, processors, limits, the host's network address. A line about a problem also says
 what is expected. With ``--spin`` the command also finds out which host calls wait for a kernel that
-spins on the GPU (:mod:`megapipe.launch.cuda_spin_probe`).
+spins on the GPU (:mod:`megapipe.launch.cuda_spin_probe`). With ``--links`` it measures the links
+between the processes of a job instead (:mod:`megapipe.launch.link_test`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megapipe.command_line import Parser, run_command
@@ -144,6 +146,13 @@ def parser() -> Parser:
         "spins), and how much such kernels slow a matrix product, with the environment "
         "variables of a run; takes a minute",
     )
+    top.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="on each process of a launcher: measure the links between the processes instead, and "
+        "write them as keys of the section plan, for megapipe plan --links",
+    )
     top.set_defaults(run=_look)
     return top
 
@@ -154,6 +163,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _look(given: argparse.Namespace) -> None:
+    if given.links is not None:
+        from megapipe.launch.link_test import measure_links
+
+        measure_links(given.links)
+        return
     looks: list[Callable[[], Iterator[Finding]]] = [versions, lambda: host(os.environ), gpus]
     if given.spin:  # set before torch is loaded, as in a run
         set_environment(os.environ, sends_messages=False, deterministic=False)

@@ -27,7 +27,7 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.plan.calibrate_command import run_calibration
 from megapipe.plan.memory_fit import size_text
-from megapipe.plan.plan_file import plan_words
+from megapipe.config.plan_file import plan_words
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture
