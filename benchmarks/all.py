@@ -34,6 +34,7 @@ NAMES = (
     "dry_run",
     "planner",
     "plan_search",
+    "calibration",
     "split_backward",
     "bubble",
     "engine_overhead",

@@ -38,6 +38,8 @@ def write_plan_file(path: Path, origin: str, keys: Mapping[str, Any]) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        write_no_symlinks(path.parent, path.name, f"# {origin}\n{strict_yaml.dump({SECTION: {**keys}})}")
+        write_no_symlinks(
+            path.parent, path.name, f"# {origin}\n{strict_yaml.dump({SECTION: {**keys}})}"
+        )
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

@@ -89,7 +89,9 @@ _BLACKWELL = replace(
 _CDNA3 = replace(  # assumed, except for the peaks of the data sheet
     _AMPERE, gemm=0.5, small_tile=0.9, forward=0.35, backward=0.25, bytes=0.75, fp32=0.125, fp8=2.0
 )
-_CPU = Architecture(gemm=0.8, forward=0.4, backward=0.35, bytes=0.7, host_us=8, host_computes=True)  # assumed
+_CPU = Architecture(
+    gemm=0.8, forward=0.4, backward=0.35, bytes=0.7, host_us=8, host_computes=True
+)  # assumed
 
 
 @dataclass(frozen=True)

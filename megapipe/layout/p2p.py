@@ -79,7 +79,7 @@ def speed_between(config: Config, first: int, second: int) -> float:
 
 
 def _slow_links(config: Config) -> list[tuple[tuple[int, int], float]]:
-    """Return the pairs of processes of ``plan.links``, and their GB/s with ``plan.factors.link``."""
+    """Return the pairs of processes of ``plan.links``, with their GB/s."""
     found, factor = [], config.plan.factors.link
     for name, rate in config.plan.links.items():
         first, _, second = name.partition("-")

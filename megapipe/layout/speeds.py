@@ -1,6 +1,6 @@
 """Assumed speeds of devices and links, for plans."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megapipe.config.config import Config
 from megapipe.config.plan import PlanConfig, PlanFactors
@@ -34,7 +34,7 @@ class Speeds:
     """Peak and speeds of the device."""
     factor: float
     """Factor of the time of all kernels (``plan.time_factor``)."""
-    factors: PlanFactors = PlanFactors()
+    factors: PlanFactors = field(default_factory=PlanFactors)
     """Further factors, by category of kernels (``plan.factors``)."""
 
     @classmethod

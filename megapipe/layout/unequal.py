@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, pairwise, permutations
+from random import Random
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
@@ -22,6 +23,8 @@ from megapipe.schedule.placement import Placement
 
 MOST_PERMUTED = 7
 """Maximum number of ranks of which every order is tried; of more, ranks are swapped."""
+MOST_SHUFFLED, RESTARTS = 16, 20
+"""Maximum number of ranks whose swaps also begin with shuffled orders, and the number of these."""
 
 
 def check_unequal(config: Config, processes: int) -> None:
@@ -80,11 +83,12 @@ def stage_speeds(config: Config, placement: Placement) -> list[float]:
 def in_order(config: Config, schedule: Schedule) -> Schedule:
     """Return the schedule on pipeline ranks in the order of ``pipeline.rank_order``."""
     order = config.pipeline.rank_order
-    if order == "auto":
-        order = fastest_order(
-            schedule.placement, lambda a, b: 1 / speed_between(config, a, b)
-        )
-    return schedule if order is None else reordered(schedule, order)
+    if order is None:
+        return schedule
+    if order != "auto":
+        return reordered(schedule, order)
+    found = fastest_order(schedule.placement, lambda a, b: 1 / speed_between(config, a, b))
+    return reordered(schedule, found)
 
 
 def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
@@ -118,15 +122,19 @@ def fastest_order(placement: Placement, time: Callable[[int, int], float]) -> Se
         frozenset(pair) for row in placement.table for pair in pairwise(row) if len({*pair}) == 2
     }
     links = sorted(tuple(sorted(pair)) for pair in used)
+    ranks = range(placement.ranks)
+    table = [[0.0 if a == b else time(a, b) for b in ranks] for a in ranks]
 
     def cost(order: Sequence[int]) -> tuple[float, float]:
-        times = [time(order[a], order[b]) for a, b in links]
+        times = [table[order[a]][order[b]] for a, b in links]
         return max(times, default=0.0), sum(times)
 
-    first = tuple(range(placement.ranks))
     if placement.ranks <= MOST_PERMUTED:
-        return min(permutations(first), key=cost)
-    return _swapped(first, cost)
+        return min(permutations(ranks), key=cost)
+    random = Random(0)
+    restarts = RESTARTS if placement.ranks <= MOST_SHUFFLED else 0
+    starts = [list(ranks), *(random.sample(ranks, placement.ranks) for _ in range(restarts))]
+    return min((_swapped(start, cost) for start in starts), key=cost)
 
 
 def _swapped(

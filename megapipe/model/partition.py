@@ -107,11 +107,12 @@ def balanced(
         )
     inner = units[1:-1] if ends else units
     slowness = [1 / speed for speed in speeds or [Fraction(1)] * placement.ranks]
-    of_stages = [
-        max(slowness[rank] for rank in placement.holders(stage)) for stage in range(stages)
-    ]
     if len(set(inner)) > 1:
-        borders = _moved(units, placement, _evened(units, of_stages), slowness)
+        evened = _evened(units, stages)
+        if len(set(slowness)) > 1:
+            of_stages = _stage_times(placement, [1] * stages, slowness)
+            evened = _evened_over_unequal(units, of_stages)
+        borders = _moved(units, placement, evened, slowness)
         return _join(_layer_counts(borders, layers, ends=ends), ends=ends)
     parts = (inner[0], units[0], units[-1]) if ends else (inner[0], 0, 0)
     quickest = _deal(layers, placement, parts, None, slowness, ends=ends)
@@ -137,22 +138,21 @@ def in_whole_units(costs: Sequence[Time]) -> list[int]:
     return [int(cost * unit) for cost in exact]
 
 
-def _evened(units: Sequence[int], slowness: Sequence[Fraction]) -> list[int]:
-    """Minimize the slowest stage's time. Return borders: the first unit of each stage, and at the
-    end the number of units. `slowness`: time of each stage per cost.
+def _evened(units: Sequence[int], stages: int) -> list[int]:
+    """Minimize the slowest stage's cost. Return borders: the first unit of each stage, and at the
+    end the number of units.
 
-    The time of the slowest stage is a sum over neighbouring units; bisection finds the smallest
-    possible one.
+    The cost of the slowest stage is a sum over neighbouring units; bisection finds the smallest
+    possible sum.
     """
-    ends, stages = [0, *accumulate(units)], len(slowness)
-    sums = {b - a for a, b in combinations(ends, 2)}
-    limits = sorted({each * slow for each in sums for slow in set(slowness)})
+    ends = [0, *accumulate(units)]
+    limits = sorted({b - a for a, b in combinations(ends, 2)})
 
-    def fill(limit: Fraction) -> list[int] | None:
+    def fill(limit: int) -> list[int] | None:
         borders = [0]
-        for stage, slow in enumerate(slowness):
+        for stage in range(stages):
             first, left = borders[-1], stages - stage - 1
-            stop = bisect_right(ends, ends[first] + limit / slow) - 1
+            stop = bisect_right(ends, ends[first] + limit) - 1
             stop = min(stop, len(units) - left)  # leave a unit for each later stage
             if stop <= first:
                 return None
@@ -163,6 +163,25 @@ def _evened(units: Sequence[int], slowness: Sequence[Fraction]) -> list[int]:
     found = fill(limits[smallest])
     assert found is not None
     return found
+
+
+def _evened_over_unequal(units: Sequence[int], slowness: Sequence[Fraction]) -> list[int]:
+    """Minimize the slowest stage's time if stages are unequal; return borders, as :func:`_evened`.
+    `slowness`: time of each stage per cost.
+
+    After each stage, the best borders are known for every number of units that are placed.
+    """
+    ends = [0, *accumulate(units)]
+    best: dict[int, tuple[Fraction, list[int]]] = {0: (Fraction(0), [0])}
+    for slow in slowness:
+        longer: dict[int, tuple[Fraction, list[int]]] = {}
+        for first, (most, borders) in best.items():
+            for stop in range(first + 1, len(ends)):
+                time = max(most, (ends[stop] - ends[first]) * slow)
+                if stop not in longer or time < longer[stop][0]:
+                    longer[stop] = time, [*borders, stop]
+        best = longer
+    return best[len(units)][1]
 
 
 def _moved(
@@ -215,8 +234,8 @@ def rank_loads(
 
 
 def _stage_times(
-    placement: Placement, costs: Sequence[Time], slowness: Sequence[Time]
-) -> list[Time]:
+    placement: Placement, costs: Sequence[int], slowness: Sequence[Fraction]
+) -> list[Fraction]:
     """Return each stage's time on the slowest rank that holds it."""
     return [
         cost * max(slowness[rank] for rank in placement.holders(stage))
@@ -250,8 +269,7 @@ def _deal(
         best: tuple[Time, Time, int] | None = None
         for stage in range(stages):
             load = max(
-                loads[rank] + layer * slowness[rank] * often
-                for rank, often in times[stage].items()
+                loads[rank] + layer * slowness[rank] * often for rank, often in times[stage].items()
             )
             if most is not None:
                 if load > most:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.config.config import Config
 from megapipe.config.plan import PlanFactors
 from megapipe.errors import ConfigError
 from megapipe.layout.speeds import Speeds
@@ -107,7 +108,7 @@ def _check_alike(runs: Sequence[MeasuredRun]) -> None:
     config = first.units.config
     for other in others:
         own = other.units.config
-        if own.model != config.model:
+        if _sizes(own) != _sizes(config):
             raise ConfigError(
                 f"{other.folder}: the run has another model than {first.folder}: expected runs of "
                 "one model"
@@ -117,6 +118,11 @@ def _check_alike(runs: Sequence[MeasuredRun]) -> None:
                 f"{other.folder}: plan.device={own.plan.device}, but {first.folder} has "
                 f"{config.plan.device}: expected runs on one device"
             )
+
+
+def _sizes(config: Config) -> dict[str, object]:
+    """Return the model's keys, but for the one that follows from the sequence length."""
+    return config.model.model_dump(exclude={"max_positions"})
 
 
 def planned(run: MeasuredRun, factors: PlanFactors) -> dict[Which, float]:
@@ -160,9 +166,7 @@ def _slopes(run: MeasuredRun, factors: np.ndarray) -> Mapping[Which, np.ndarray]
     return slopes
 
 
-def _equations(
-    runs: Iterable[MeasuredRun], factors: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _equations(runs: Iterable[MeasuredRun], factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return rows and targets of the least-squares problem, each divided by its expected error. An
     operation counts by its part of the measured operations."""
     rows, targets = list[np.ndarray](), list[float]()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megapipe import text
 from megapipe.config.plan import PlanConfig
+from megapipe.config.plan_file import write_plan_file
 from megapipe.errors import ConfigError
 from megapipe.plan.calibrate import Calibration, TimeSample, calibrate
 from megapipe.plan.measured_run import MeasuredRun
 from megapipe.plan.memory_fit import milliseconds
-from megapipe.config.plan_file import write_plan_file
 
 ASSUMED = ("device", "peak_tflops", "time_factor", "intra_node_gb_s", "inter_node_gb_s")
 """Keys for which the factors were fitted, and which are written with them."""

@@ -60,8 +60,8 @@ class MeasuredRun(NamedTuple):
                 f"{folder}: pipeline.schedule={config.pipeline.schedule} cuts micro-batches: "
                 "expected a run with whole ones"
             )
-        steps = _steps(folder, config.train.tokens_per_step)
-        return cls(folder, Units(config, layout), _operations(folder), median(steps))
+        step = median(_steps(folder, config.train.tokens_per_step))
+        return cls(folder, Units(config, layout), _operations(folder), step)
 
 
 def _operations(folder: Path) -> Measured:
@@ -74,8 +74,8 @@ def _operations(folder: Path) -> Measured:
     if not found:
         raise ConfigError(f"{folder}: expected a run with timelines: set log.timeline=[10,20,30]")
     whole: defaultdict[tuple[int, Operation], float] = defaultdict(float)
-    for (stage, operation, _), seconds in found.items():
-        whole[stage, operation] += median(seconds)
+    for (stage, operation, _), times in found.items():
+        whole[stage, operation] += median(times)
     return dict(sorted(whole.items()))
 
 

@@ -102,9 +102,7 @@ def _computed(units: Units, time: Callable[[Operation, Unit], float]) -> Cost:
 
     def by_stage(what: Operation) -> tuple[Time, ...]:
         mean = {stage: units.mean(stage, partial(time, what)) for stage in set(units.alike)}
-        return tuple(
-            mean[stage] / speed for stage, speed in zip(units.alike, speeds, strict=True)
-        )
+        return tuple(mean[stage] / speed for stage, speed in zip(units.alike, speeds, strict=True))
 
     return replace(
         units.layout.cost, F=by_stage("F"), R=by_stage("R"), I=by_stage("I"), W=by_stage("W")
@@ -148,8 +146,7 @@ def timed_cost(units: Units, speeds: Speeds) -> Cost:
         W=tuple(times["W"]),
         B=tuple(times["B"]),
         bandwidth={
-            (a, b): 1e9 * speed_between(config, a, b)
-            for a, b in pairs(layout.schedule.placement)
+            (a, b): 1e9 * speed_between(config, a, b) for a, b in pairs(layout.schedule.placement)
         },
         message=largest_message(config, layout),
         latency=link_latency(config),

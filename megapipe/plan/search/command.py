@@ -24,10 +24,10 @@ from megapipe import text
 from megapipe.cli import dump, parse_and_notify, possible_words
 from megapipe.command_line import Parser, run_command, suggest
 from megapipe.config.config import Config
+from megapipe.config.plan_file import plan_words
 from megapipe.errors import ConfigError
 from megapipe.plan.calibrate_command import run_calibration
 from megapipe.plan.memory_fit import size_text
-from megapipe.config.plan_file import plan_words
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
 from megapipe.plan.search.front_picture import front_picture

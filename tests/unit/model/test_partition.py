@@ -1,8 +1,9 @@
 """Partition into stages: the layout string, its proof, and the optimum by cost."""
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, combinations, combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -147,3 +148,34 @@ def test_balanced_is_optimal(
     specs = parse_layout(balanced([embedding, *[layer] * layers, head], placement), layers)
     assert len(specs) == stages
     assert score([len(spec.layers) for spec in specs]) == min(scores)
+
+
+@settings(max_examples=100)
+@given(
+    layers=st.integers(3, 10),
+    speeds=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=2, max_size=3),
+    head=st.integers(0, 6),
+    uneven=st.booleans(),
+)
+def test_balanced_over_unequal_ranks(
+    layers: int, speeds: list[int], head: int, uneven: bool
+) -> None:
+    """No cut is faster on the slowest rank. Layers of several costs may be cut a little worse: the
+    search moves one border at a time."""
+    costs = [1 + (uneven and n % 3 == 0) for n in range(layers)]
+    relative = [Fraction(speed, 4) for speed in speeds]
+
+    def slowest(counts: Sequence[int]) -> Fraction:
+        borders = [0, *accumulate(counts)]
+        times = [Fraction(sum(costs[a:b])) for a, b in pairwise(borders)]
+        times[-1] += head
+        return max(time / speed for time, speed in zip(times, relative, strict=True))
+
+    text = balanced([0, *costs, head], loop(len(speeds)), speeds=relative)
+    counts = [len(spec.layers) for spec in parse_layout(text, layers)]
+    cuts = (
+        [b - a for a, b in pairwise((0, *borders, layers))]
+        for borders in combinations_with_replacement(range(layers + 1), len(speeds) - 1)
+    )
+    inner = (cut for cut in cuts if all(cut[1:-1]))
+    assert slowest(counts) <= min(map(slowest, inner)) * (Fraction(5, 4) if uneven else 1)
