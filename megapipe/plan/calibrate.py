@@ -40,7 +40,7 @@ REMEDIES: Mapping[str, str] = {
 """What may help if a factor is out of range."""
 NOISE = 0.05
 """Expected relative error of a measured time."""
-PRIOR = 0.3
+PRIOR = 1.0
 """Expected deviation of a factor from 1; it decides only where runs say little."""
 ROUNDS, CLOSE = 20, 1e-4
 """Maximum number of fits, and the change of a factor at which they end."""

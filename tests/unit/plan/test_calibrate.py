@@ -21,8 +21,8 @@ from megapipe.plan.unit import Operation
 from megapipe.plan.units import Units
 
 MODEL = (
-    *("model.layers=1", "model.hidden=64", "model.heads=4", "model.vocab_size=300"),
-    *("train.sequence_length=512", "train.global_batch=8", "plan.device=cpu"),
+    *("model.layers=1", "model.hidden=192", "model.heads=4", "model.vocab_size=300"),
+    *("train.sequence_length=256", "train.global_batch=8", "plan.device=cpu"),
     *("plan.intra_node_gb_s=1", "plan.link_latency_us=100"),
 )
 LAYOUTS = ("train.microbatch=1", "train.sequence_length=32", "parallel.tp=2", "parallel.pp=2")
@@ -46,7 +46,7 @@ def test_known_factors_are_found() -> None:
     for name in CATEGORIES:
         assert getattr(found.factors, name) == pytest.approx(getattr(TRUE, name), rel=0.06), name
     for each in found.samples:
-        assert each.after == pytest.approx(each.measured, rel=0.02)
+        assert each.after == pytest.approx(each.measured, rel=0.03)
     assert max(abs(each.before / each.measured - 1) for each in found.samples) > 0.1
     assert sum(found.shares.values()) == pytest.approx(1)
 
