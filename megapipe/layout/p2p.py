@@ -54,8 +54,8 @@ def _obstacle(config: Config, tuples: bool) -> str | None:
 
 
 def speed(config: Config, span: int, members: int | None = None) -> float:
-    """Return the GB/s of the slowest link within the groups of `members` ranks, at equal distances,
-    of which the first and the last are among `span` neighbours; default: all of these."""
+    """Return the GB/s of the slowest link within the groups of `members` ranks at equal distances;
+    default: of all neighbours. `span`: number of ranks from a group's first to its last."""
     usual = link_speed(config, within=in_nodes(config, span))
     members = members or span
     stride = ceil(span / members)

@@ -29,8 +29,8 @@ from megapipe.layout.moe.checks import check_pieces
 from megapipe.layout.moe.dispatch import check_dispatch, resolved_experts
 from megapipe.layout.p2p import sends_tuples, uses_scatter_gather
 from megapipe.layout.sequence_slices import balanced_slices_for, fastest_slices_for, is_cut_by_time
-from megapipe.layout.speeds import resolved_plan
-from megapipe.layout.unequal import check_unequal, in_order, pipeline_speeds
+from megapipe.layout.speeds import pipeline_speeds, resolved_plan
+from megapipe.layout.unequal import check_unequal, in_order
 from megapipe.layout.zero_stage import max_replicas, replica_policy
 from megapipe.model.interface import ModelSpec
 from megapipe.model.partition import StageSpec, balanced, from_counts, parse_layout

@@ -1,11 +1,14 @@
 """Assumed speeds of devices and links, for plans."""
 
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from megapipe.config.config import Config
 from megapipe.config.plan import PlanConfig, PlanFactors
 from megapipe.errors import ConfigError
 from megapipe.layout.devices import CPU, Device, device, local_device
+from megapipe.layout.p2p import ranks_of_stage
+from megapipe.schedule.placement import Placement
 
 SPEED_KEYS = "plan.device (as in H100) or plan.peak_tflops=TFLOP/S"
 """Keys to set if the device's speed is needed and unknown, for messages."""
@@ -90,3 +93,23 @@ def known_speeds(config: Config) -> Speeds:
     speeds = Speeds.of(config)
     _ = speeds.known
     return speeds
+
+
+def pipeline_speeds(config: Config) -> list[Fraction]:
+    """Return the relative speed of each pipeline rank: that of its slowest process."""
+    given, ranks = config.plan.rank_speeds, range(config.parallel.pp)
+    if given is None:
+        return [Fraction(1) for _ in ranks]
+    return [
+        min(Fraction(str(given[process])) for process in ranks_of_stage(config, rank))
+        for rank in ranks
+    ]
+
+
+def stage_speeds(config: Config, placement: Placement) -> list[float]:
+    """Return the relative speed of each stage: of the slowest rank that holds it."""
+    speeds = pipeline_speeds(config)
+    return [
+        float(min(speeds[rank] for rank in placement.holders(stage)))
+        for stage in range(placement.stages)
+    ]

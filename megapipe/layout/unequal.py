@@ -1,8 +1,8 @@
-"""Unequal devices and links (``plan.rank_speeds``, ``plan.links``), and the order of pipeline ranks
-that avoids slow links (``pipeline.rank_order``), as in Pipe-Torch.
+"""Checks of unequal devices and links (``plan.rank_speeds``, ``plan.links``), and the order of
+pipeline ranks that avoids slow links (``pipeline.rank_order``), as in Pipe-Torch.
 
-A pipeline rank is the group of processes with one pipeline index. It is as fast as its slowest
-process, and a link between two pipeline ranks is as fast as that of their slowest pair.
+A pipeline rank is the group of processes with one pipeline index. A link between two pipeline ranks
+is as fast as that of their slowest pair.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import combinations, pairwise, permutations
 from random import Random
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layout.p2p import ranks_of_stage, speed_between
+from megapipe.layout.p2p import speed_between
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
 
@@ -58,26 +57,6 @@ def check_unequal(config: Config, processes: int) -> None:
             f"pipeline.rank_order={order}: expected each of the pipeline ranks 0 to "
             f"{config.parallel.pp - 1} once"
         )
-
-
-def pipeline_speeds(config: Config) -> list[Fraction]:
-    """Return the relative speed of each pipeline rank."""
-    given, ranks = config.plan.rank_speeds, range(config.parallel.pp)
-    if given is None:
-        return [Fraction(1) for _ in ranks]
-    return [
-        min(Fraction(str(given[process])) for process in ranks_of_stage(config, rank))
-        for rank in ranks
-    ]
-
-
-def stage_speeds(config: Config, placement: Placement) -> list[float]:
-    """Return the relative speed of each stage: of the slowest rank that holds it."""
-    speeds = pipeline_speeds(config)
-    return [
-        float(min(speeds[rank] for rank in placement.holders(stage)))
-        for stage in range(placement.stages)
-    ]
 
 
 def in_order(config: Config, schedule: Schedule) -> Schedule:

@@ -110,8 +110,9 @@ def balanced(
     if len(set(inner)) > 1:
         evened = _evened(units, stages)
         if len(set(slowness)) > 1:
-            of_stages = _stage_times(placement, [1] * stages, slowness)
-            evened = _evened_over_unequal(units, of_stages)
+            holders = map(placement.holders, range(stages))
+            slowest = [max(slowness[rank] for rank in ranks) for ranks in holders]
+            evened = _evened_over_unequal(units, slowest)
         borders = _moved(units, placement, evened, slowness)
         return _join(_layer_counts(borders, layers, ends=ends), ends=ends)
     parts = (inner[0], units[0], units[-1]) if ends else (inner[0], 0, 0)
@@ -234,8 +235,8 @@ def rank_loads(
 
 
 def _stage_times(
-    placement: Placement, costs: Sequence[int], slowness: Sequence[Fraction]
-) -> list[Fraction]:
+    placement: Placement, costs: Sequence[Time], slowness: Sequence[Fraction]
+) -> list[Time]:
     """Return each stage's time on the slowest rank that holds it."""
     return [
         cost * max(slowness[rank] for rank in placement.holders(stage))

@@ -37,7 +37,7 @@ REMEDIES: Mapping[str, str] = {
     "link": "set plan.intra_node_gb_s, plan.inter_node_gb_s and plan.link_latency_us, which "
     "megapipe doctor --links measures",
 }
-"""What may help if a factor is out of range."""
+"""Advice if a factor is out of range."""
 NOISE = 0.05
 """Expected relative error of a measured time."""
 PRIOR = 1.0

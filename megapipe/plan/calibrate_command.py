@@ -1,4 +1,4 @@
-"""What ``megapipe plan --calibrate`` prints and writes."""
+"""The tables and the file of ``megapipe plan --calibrate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run measured of its own time: operations by ``log.timeline``, and steps."""
+"""Times that a run measured of itself: operations by ``log.timeline``, and steps."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ from megapipe.layout.buckets import BucketPlan, process_buckets
 from megapipe.layout.context_plan import PASSES, Pass
 from megapipe.layout.layout import Layout
 from megapipe.layout.p2p import link_latency, speed, speed_between
-from megapipe.layout.speeds import Speeds
-from megapipe.layout.unequal import pipeline_speeds, stage_speeds
+from megapipe.layout.speeds import Speeds, pipeline_speeds, stage_speeds
 from megapipe.plan.context_options import cost_of
 from megapipe.plan.kernel_time import KernelTime, ring_seconds, transfer_seconds
 from megapipe.plan.memory import update_bytes

@@ -129,6 +129,7 @@ BESIDE = {
     "context.rank_order": f"{FOUR} context.ulysses=2",
     "context.team_size": f"{LONGER} context.algorithm=teams context.team_size=4",
     "pipeline.placement": "pipeline.schedule=auto parallel.pp=2",
+    "pipeline.rank_order": "parallel.pp=2",
     "pipeline.options.microbatch_group_size": "pipeline.schedule=interleaved_1f1b parallel.pp=2 "
     "pipeline.chunks=2",
     "pipeline.options.chimera_pairs": "pipeline.schedule=chimera parallel.pp=2",
@@ -153,11 +154,17 @@ FORMS = {
     "model.options": "{depth: 3}",
     "model.source": "tests.parity.user_models:split",
     "plan.device": "H100",
+    "plan.rank_speeds": "[1,0.5]",
+    "pipeline.rank_order": "[1,0]",
     "train.batch_ramp": "[4,4,8]",
     "train.loss_function": "tests.parity.tiny_family:loss_of",
 }
 """Values of keys whose type does not say which texts and lists they take."""
-BELOW = {"data.mixture": "a.source=x", "parallel.elastic_layouts": "a.pp=2"}
+BELOW = {
+    "data.mixture": "a.source=x",
+    "parallel.elastic_layouts": "a.pp=2",
+    "plan.links": "0-1=2",
+}
 """Settings below keys that hold several sections by name."""
 ALONE = {
     "parallel.dp": "follows from the number of processes and the other axes; it differs with them",

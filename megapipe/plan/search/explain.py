@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megapipe.layout.speeds import Speeds
-from megapipe.layout.unequal import stage_speeds
+from megapipe.layout.speeds import Speeds, stage_speeds
 from megapipe.plan.kernel_time import KernelTime, Times
 from megapipe.plan.memory_fit import DEVICE_PARTS, demand, milliseconds, size_text, step_figures
 from megapipe.plan.search.estimate import Estimate

@@ -13,7 +13,8 @@ from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
 from megapipe.layout.p2p import speed, speed_between
 from megapipe.layout.resolve import resolve
-from megapipe.layout.unequal import fastest_order, pipeline_speeds, reordered
+from megapipe.layout.speeds import pipeline_speeds
+from megapipe.layout.unequal import fastest_order, reordered
 from megapipe.model.partition import from_counts
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.schedule.cost import Cost

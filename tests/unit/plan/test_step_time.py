@@ -273,7 +273,7 @@ def test_the_device_of_this_machine_is_planned_for(monkeypatch: pytest.MonkeyPat
 
     assert known() == (40, 312)
     assert known("plan.device=H100", "plan.device_gb=70") == (70, 989.4)
-    assert known("parallel.device=cpu") == (None, 0.09)
+    assert known("parallel.device=cpu") == (None, 0.11)
     with pytest.raises(ConfigError, match=r"plan\.device=H1000 is not known"):
         plan("plan.device=H1000")
 
