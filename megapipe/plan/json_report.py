@@ -7,7 +7,10 @@ from megapipe.plan.figures import PlanFigures
 from megapipe.plan.memory_fit import MemoryDemand, fits
 from megapipe.plan.report import held_by_process
 
-ASSUMED = ("time_factor", "intra_node_gb_s", "inter_node_gb_s", "link_latency_us")
+ASSUMED = (
+    *("time_factor", "factors", "intra_node_gb_s", "inter_node_gb_s", "link_latency_us"),
+    *("links", "rank_speeds"),
+)
 """Keys of the section `plan` that a plan repeats."""
 
 

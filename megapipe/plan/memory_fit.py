@@ -6,6 +6,7 @@ from math import isinf
 from typing import NamedTuple
 
 from megapipe.config.config import Config
+from megapipe.config.plan import PlanFactors
 from megapipe.layout.layout import Layout
 from megapipe.layout.moe.checks import why_as_many
 from megapipe.layout.p2p import link_speed
@@ -251,11 +252,13 @@ def _of_device(speeds: Speeds) -> str:
     """Describe the assumed speed of the device. The device must be known."""
     assert speeds.device is not None
     device, reaches = speeds.device, speeds.device.architecture
-    share = f"{reaches.gemm / speeds.factor:.0%} of {device.tflops:g} TFLOP/s"
+    slower, factors = speeds.factor, speeds.factors
+    share = f"{reaches.gemm / slower / factors.gemm:.0%} of {device.tflops:g} TFLOP/s"
+    keys = "plan.time_factor" if factors == PlanFactors() else "plan.time_factor, plan.factors"
     if isinf(device.tb_s):
-        return f"{share} (plan.time_factor)"
-    rate = device.tb_s * reaches.bytes / speeds.factor
-    return f"large GEMMs at {share}, {rate:.3g} TB/s (plan.time_factor)"
+        return f"{share} ({keys})"
+    rate = device.tb_s * reaches.bytes / slower / factors.bytes
+    return f"large GEMMs at {share}, {rate:.3g} TB/s ({keys})"
 
 
 def _of_update(update: float) -> str:

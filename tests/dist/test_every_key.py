@@ -56,6 +56,7 @@ STARTED = (
         "log.every",
     ),
     "plan.peak_tflops",
+    "plan.factors.gemm",
 )
 """One key of each section."""
 

@@ -70,6 +70,11 @@ CASES: dict[str, tuple[Sequence[str], Mapping[str, str], int]] = {
         {**KEEP, "parallel.tp": "1"},
         4,
     ),
+    "a slow link and a slow device": (
+        (*SMALL, "plan.links.1-2=0.1", "plan.rank_speeds=[1,0.5,1,1]", "plan.factors.bytes=1.5"),
+        {**KEEP, "parallel.tp": "1"},
+        4,
+    ),
 }
 
 

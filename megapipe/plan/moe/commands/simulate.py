@@ -18,6 +18,7 @@ from megapipe.command_line import Parser
 from megapipe.config.experts import ExpertsConfig
 from megapipe.errors import ConfigError
 from megapipe.layout.layout import Layout
+from megapipe.layout.p2p import link_latency
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import known_speeds
 from megapipe.plan.commands.arguments import add_keys
@@ -62,8 +63,9 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     config, layout = resolve(configured(given.keys), None, None, measure=BY_UNITS)
     layer = layer_of(layout, given.layer)
-    latency = config.plan.link_latency_us if given.latency_us is None else given.latency_us
-    assumed = AssumedCosts(float(latency) / 1e6, float(given.permute_gb_s))
+    given_us = given.latency_us
+    latency = link_latency(config) if given_us is None else float(given_us) / 1e6
+    assumed = AssumedCosts(latency, float(given.permute_gb_s))
     found = costs(Units(config, layout), known_speeds(config), layer, assumed)
     if not print_list(given, [plain(cost) for cost in found]):
         print_folded(
