@@ -203,7 +203,7 @@ OTHERWISE = {
         "pipeline.options.chimera_pairs",
         "pipeline.options.ranks_per_stage",
     ),
-    "pipeline.weight_versions",
+    *("pipeline.rank_order", "pipeline.weight_versions"),
 }
 """Keys that need others, and without them are refused for another reason than that they have no
 effect."""
