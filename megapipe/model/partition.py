@@ -85,11 +85,12 @@ def balanced(
     """Return the stage layout with least work for the busiest rank, then for the slowest stage.
 
     `costs`: costs of the layers, with `ends` the embedding's before and the head's after them.
-    `speeds`: relative speeds of the ranks; default: all are equal. A
-    rank runs all of its stages for each micro-batch, so the rank with the largest sum sets the pace
-    of a long step. The slowest stage determines warm-up and drain. With one stage per rank both are
-    the same. Ties go to the smallest sum of squared stage costs. If stages have equal costs, the
-    last of them gets the next layer: fewer micro-batches wait there for their backward.
+    `speeds`: relative speeds of the ranks, by which work takes time; default: all are equal.
+
+    A rank runs all of its stages for each micro-batch, so the rank with the largest sum sets the
+    pace of a long step. The slowest stage determines warm-up and drain. With one stage per rank
+    both are the same. Ties go to the smallest sum of squared stage costs. If stages have equal
+    costs, the last of them gets the next layer: fewer micro-batches wait there for their backward.
 
     For layers of equal cost the result is optimal if every stage has at most two holders, as in
     pipelines of one or two directions. For other layers the search begins with the partition whose

@@ -17,6 +17,7 @@ from megapipe.plan.calibrate import CATEGORIES, LEAST, MOST, calibrate, planned
 from megapipe.plan.calibrate_command import run_calibration
 from megapipe.plan.measured_run import MeasuredRun
 from megapipe.plan.measurements import BY_UNITS
+from megapipe.plan.search.command import main
 from megapipe.plan.unit import Operation
 from megapipe.plan.units import Units
 
@@ -99,3 +100,10 @@ def test_what_is_written_is_read_as_keys(
     assert config.plan.link_latency_us == 100
     with pytest.raises(ConfigError, match=r"train.steps=3: --calibrate takes only keys"):
         run_calibration(list(made), ["train.steps=3"], None)
+
+
+def test_the_command_needs_a_configuration_or_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan.device=cpu"]) != 0
+    assert "expected CONFIG and --gpus N, or --calibrate RUN" in capsys.readouterr().err
+    assert main(["--calibrate", "runs/nobody", "--device", "cpu"]) != 0
+    assert "runs/nobody: expected the folder of a run" in capsys.readouterr().err
