@@ -253,7 +253,7 @@ def test_the_front_as_a_table_and_as_a_picture(
             [*SMALL, "--gpus", "2", "parallel.etp=2", "train.microbatch=1", "parallel.pp=2"],
             "layouts can be run; for example: configuration: parallel.etp=2",
         ),
-        ([*SMALL, "--gpus", "0"], "--gpus, --top and --explain: expected numbers of at least 1"),
+        ([*SMALL, "--gpus", "0"], "--gpus: expected N or N,N, at least 1"),
         ([*SMALL, "--gpus", "4", "--device", "H1000"], "plan.device=H1000 is not known"),
         ([*SMALL, "--gpus", "4", "plan.device=unset"], "the speed of the device is not known"),
         (
