@@ -1,9 +1,9 @@
 """One judge of all plans: the project's simulator with the problem's costs.
 
 A stage of r replicas splits every micro-batch evenly over them. Neighbouring units of a stage with
-different tensor-parallel degrees gather samples in the forward or in the backward. Messages, and the
-all-reduce of a stage's gradients, run beside operations as the schedule allows. Optimizer states
-are sharded over replicas. The update is not counted: it takes about as long in each plan.
+different tensor-parallel degrees gather samples in the forward or in the backward. Messages, and
+the all-reduce of a stage's gradients, run beside operations as the schedule allows. Optimizer
+states are sharded over replicas. The update is not counted: it takes about as long in each plan.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def message_seconds(problem: Problem, before: PlannedStage, after: PlannedStage)
     """Return the seconds of a micro-batch's message between two stages on different devices."""
     unit = before.last - 1
     tp, next_tp = before.choices[-1].tp, after.choices[0].tp
-    replicas = max(before.replicas(unit), after.replicas(unit + 1))
+    replicas = min(before.replicas(unit), after.replicas(unit + 1))
     size = problem.cost(unit, unit + 1, tp, replicas).message
     return problem.links.message(size, before.devices[::tp], after.devices[::next_tp])
 

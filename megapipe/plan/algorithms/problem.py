@@ -109,8 +109,8 @@ class Links:
         return 2 * (count - 1) / count * size / slowest + self.latency
 
     def message(self, size: float, sources: Sequence[int], targets: Sequence[int]) -> float:
-        """Return the seconds of messages of `size` bytes, each from one source to one target, all
-        at once; fewer sources or targets than the others are spread evenly."""
+        """Return the seconds in which each device of the smaller side moves `size` bytes, in equal
+        parts, to or from its devices of the larger side."""
         if not size:
             return 0.0
         count = max(len(sources), len(targets))
