@@ -8,7 +8,7 @@ states are sharded over replicas. The update is not counted: it takes about as l
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage
@@ -106,9 +106,10 @@ def schedule_of(plan: PlannedPipeline) -> Schedule:
 def stage_load(problem: Problem, stage: PlannedStage) -> StageLoad:
     """Return the time and the memory of a stage on one of its devices."""
     forward = first = second = reduce = fixed = saved = rebuilt = 0.0
-    for unit, choice in enumerate(stage.choices, stage.first):
-        replicas = stage.replicas(unit)
-        cost = problem.cost(unit, unit + 1, choice.tp, replicas)
+    begin, count = stage.first, len(stage.devices)
+    for choice, alike in groupby(stage.choices):
+        end, replicas = begin + len(list(alike)), count // choice.tp
+        cost = problem.cost(begin, end, choice.tp, replicas)
         forward += cost.forward
         first += cost.input_grad + choice.recompute * cost.recompute
         second += cost.weight_grad
@@ -116,10 +117,12 @@ def stage_load(problem: Problem, stage: PlannedStage) -> StageLoad:
         fixed += cost.weights + cost.states / replicas
         saved += cost.saved_recompute if choice.recompute else cost.saved
         if choice.recompute:
-            rebuilt = max(rebuilt, cost.saved - cost.saved_recompute)
-        if unit + 1 < stage.last:
-            gathered, spread = resharding_seconds(problem, stage, unit)
+            each = (problem.cost(at, at + 1, choice.tp, replicas) for at in range(begin, end))
+            rebuilt = max(rebuilt, *(own.saved - own.saved_recompute for own in each))
+        if end < stage.last:
+            gathered, spread = resharding_seconds(problem, stage, end - 1)
             forward, first = forward + gathered, first + spread
+        begin = end
     return StageLoad(forward, first, second, reduce, fixed, saved, rebuilt)
 
 

@@ -210,9 +210,11 @@ class Problem:
         if key not in self._sums:
             each = [unit.cost(tp, self.samples / replicas) for unit in self.units]
             self._sums[key] = [NOTHING, *accumulate(each)]
-        low, high = self._sums[key][first], self._sums[key][last]
+        sums = self._sums[key]
+        low, high = sums[first], sums[last]
         between = [b - a for a, b in zip(low, high, strict=True)]
-        return UnitCost(*between)._replace(message=high.message)
+        between[-1] = high.message
+        return UnitCost(*between)
 
     @cached_property
     def _sums(self) -> dict[tuple[int, int], list[UnitCost]]:
