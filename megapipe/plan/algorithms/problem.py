@@ -206,15 +206,28 @@ class Problem:
     def cost(self, first: int, last: int, tp: int = 1, replicas: int = 1) -> UnitCost:
         """Return the costs of units `first` to `last` - 1 on a device, if none recomputes, for its
         share of a micro-batch. The message is that of the last unit."""
+        if last == first + 1:
+            return self._each(tp, replicas)[first]
         key = tp, replicas
         if key not in self._sums:
-            each = [unit.cost(tp, self.samples / replicas) for unit in self.units]
-            self._sums[key] = [NOTHING, *accumulate(each)]
+            self._sums[key] = [NOTHING, *accumulate(self._each(tp, replicas))]
         sums = self._sums[key]
         low, high = sums[first], sums[last]
         between = [b - a for a, b in zip(low, high, strict=True)]
         between[-1] = high.message
         return UnitCost(*between)
+
+    def _each(self, tp: int, replicas: int) -> list[UnitCost]:
+        """Return the costs of each unit."""
+        if (tp, replicas) not in self._costs:
+            found = [unit.cost(tp, self.samples / replicas) for unit in self.units]
+            self._costs[tp, replicas] = found
+        return self._costs[tp, replicas]
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, int], list[UnitCost]]:
+        """Costs of each unit, by tensor-parallel degree and replicas."""
+        return {}
 
     @cached_property
     def _sums(self) -> dict[tuple[int, int], list[UnitCost]]:

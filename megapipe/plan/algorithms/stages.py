@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.plan.algorithms.cuts import Partition
+from megapipe.plan.algorithms.cuts import Partition, Step, partitions
 from megapipe.plan.algorithms.judge import StageLoad, judge, stage_load
-from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage, stage
+from megapipe.plan.algorithms.pipeline import PlannedStage, stage
 from megapipe.plan.algorithms.problem import Problem
 
 
@@ -106,3 +106,19 @@ def shortest_simulated(
     return min(
         order[:tries], key=lambda each: judge(problem, each.plan(problem)).seconds, default=None
     )
+
+
+def balanced(stages: Stages, shape: Uniform, *, halves: bool = False) -> Sequence[PlannedStage]:
+    """Return the stages of a uniform pipeline whose slowest stage is as fast as possible; [] if
+    there are too few units."""
+
+    def steps(last: int, first: int, after: Hashable) -> Iterator[Step]:
+        assert isinstance(after, int)
+        start = (shape.stages - after - 1) * shape.devices
+        if start >= 0:
+            added, load = stages(first, last, start, shape.devices, shape.tp)
+            yield Step(after + 1, 0.0, load.forward + load.backward, added)
+
+    places = positions(stages.problem, halves=halves)[::-1]
+    found = partitions(places, 0, steps).get(shape.stages)
+    return found[0].stages if found else []

@@ -6,7 +6,7 @@ stages, which leave micro-batches in flight. They differ in what counts.
 - Piper (Tarnawski et al., NeurIPS'21): the slowest stage with its messages and its share of the
   reduction of gradients; a stage recomputes if it has to. On a chain, the downsets of Piper's graph
   are the chain's ends.
-- EffTra (Zeng et al., 2022): the time of a synchronous pipeline, whose messages make its start and
+- EffTra: the time of a synchronous pipeline, whose messages make its start and
   its end longer; no recomputation.
 - Alpa (Zheng et al., OSDI'22), the search between operators: the time of a synchronous pipeline
   without messages. A stage has a power of two devices of a node, or whole nodes. Here a stage's
@@ -114,7 +114,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "efftra",
-        "EffTra (Zeng et al., 2022)",
+        "EffTra",
         "synchronous pipeline in closed form, with messages",
         efftra,
         optimal=True,
