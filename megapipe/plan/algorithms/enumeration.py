@@ -1,19 +1,22 @@
 """Enumeration with a bound: look at all candidates, except those that cannot be the best.
 
-:func:`cheapest` evaluates candidates in the order of a lower bound. :func:`best_choices` makes one
-choice after the other and leaves a branch as soon as its bound is too high. :class:`Front` keeps
-what no other candidate beats, if there are several costs.
+:func:`cheapest` evaluates candidates in the order of a lower bound, until the bound exceeds the
+best cost. :class:`Front` drops candidates that another one beats in all costs, and
+:func:`best_choices` does so after each of several choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop
-from math import inf
 from typing import Generic, NamedTuple, TypeVar
 
 Candidate = TypeVar("Candidate")
 Choice = TypeVar("Choice")
+Costs = tuple[float, ...]
+EQUAL = 1e-9
+"""Relative difference below which costs count as equal: the rest of a sum in another order."""
 
 
 class Cheapest(NamedTuple, Generic[Candidate]):
@@ -52,61 +55,77 @@ def cheapest(
     return found and found._replace(evaluated=evaluated)
 
 
-def best_choices(
-    options: Sequence[Sequence[Choice]],
-    cost: Callable[[tuple[Choice, ...]], float],
-    rest: Sequence[float] | None = None,
-) -> tuple[float, tuple[Choice, ...]]:
-    """Make one choice after the other, and return the least cost and the choices (branch and
-    bound, depth first).
-
-    Args:
-        options: what can be chosen, for each choice.
-        cost: function that returns the cost of the first choices. A further choice may not lower
-            it. An infinite cost excludes a branch.
-        rest: lower bounds: rest[i] is what the choices from number i on add at least. Default: 0.
-
-    Returns:
-        An infinite cost and no choices if every branch is excluded.
-    """
-    least = [*(rest or [0.0] * len(options)), 0.0]
-    best: tuple[float, tuple[Choice, ...]] = (inf, ())
-
-    def visit(chosen: tuple[Choice, ...], spent: float) -> None:
-        nonlocal best
-        if spent + least[len(chosen)] >= best[0]:
-            return
-        if len(chosen) == len(options):
-            best = (spent, chosen)
-            return
-        branches = [(*chosen, option) for option in options[len(chosen)]]
-        costs = [cost(each) for each in branches]
-        for index in sorted(range(len(branches)), key=costs.__getitem__):
-            visit(branches[index], costs[index])
-
-    visit((), 0.0)
-    return best
-
-
 class Front(Generic[Candidate]):
     """Candidates that are not dominated: none of the others has costs that are all as low."""
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[tuple[float, ...], Candidate]] = []
+    def __init__(self, entries: Iterable[tuple[Costs, Candidate]] = ()) -> None:
+        self._kept: list[tuple[Costs, Candidate]] = []
+        for costs, candidate in entries:
+            self.add(costs, candidate)
 
-    def add(self, costs: tuple[float, ...], candidate: Candidate) -> None:
+    def add(self, costs: Costs, candidate: Candidate) -> None:
         """Add a candidate unless a kept one dominates it, and drop those that it dominates."""
-        if not any(_no_worse(own, costs) for own, _ in self._kept):
-            self._kept = [each for each in self._kept if not _no_worse(costs, each[0])]
-            self._kept.append((costs, candidate))
+        first = costs[0]
+        end = bisect_right(self._kept, first * (1 + EQUAL), key=_first)
+        if any(_no_worse(self._kept[index][0], costs) for index in range(end)):
+            return
+        start = bisect_left(self._kept, first * (1 - EQUAL), key=_first)
+        later = [each for each in self._kept[start:] if not _no_worse(costs, each[0])]
+        place = start + bisect_left(later, first, key=_first)
+        self._kept[start:] = later
+        self._kept.insert(place, (costs, candidate))
 
-    def __iter__(self) -> Iterator[Candidate]:
-        return (candidate for _, candidate in self._kept)
+    def __iter__(self) -> Iterator[tuple[Costs, Candidate]]:
+        """Yield the candidates with their costs, by the first cost."""
+        return iter(self._kept)
 
-    def points(self) -> list[tuple[tuple[float, ...], Candidate]]:
-        """Return the candidates with their costs, sorted by the first cost."""
-        return sorted(self._kept, key=lambda each: each[0])
+    def thinned(self, limit: int) -> Front[Candidate]:
+        """Return a front of at most `limit` candidates, spread evenly over this one; it has the
+        first candidate, and the last one of the least sum of all further costs."""
+        kept = self._kept
+        if len(kept) <= limit:
+            return self
+        spread = [kept[index * len(kept) // (limit - 1)] for index in range(limit - 1)]
+        return Front([*spread, min(reversed(kept), key=lambda entry: sum(entry[0][1:]))])
 
 
-def _no_worse(costs: tuple[float, ...], than: tuple[float, ...]) -> bool:
-    return all(a <= b for a, b in zip(costs, than, strict=True))
+def best_choices(
+    options: Sequence[Sequence[Choice]],
+    extend: Callable[[Costs, tuple[Choice, ...]], Costs | None],
+    state: Callable[[tuple[Choice, ...]], Hashable],
+    start: Costs = (0.0,),
+    limit: int | None = None,
+) -> Front[tuple[Choice, ...]]:
+    """Make one choice after the other, and return all results that are not dominated.
+
+    Args:
+        options: what can be chosen, for each choice.
+        extend: function of the costs so far and of the choices with one more, that returns the
+            costs with it; None if it is not allowed. Costs may only rise.
+        state: function that returns what the costs of further choices depend on. Of beginnings
+            with the same state, only those that are not dominated are continued.
+        start: costs before any choice.
+        limit: maximum number of beginnings with the same state that are continued
+            (:meth:`Front.thinned`). Results are approximate if more are not dominated.
+    """
+    fronts: dict[Hashable, Front[tuple[Choice, ...]]] = {state(()): Front([(start, ())])}
+    for own in options:
+        following: dict[Hashable, Front[tuple[Choice, ...]]] = {}
+        for front in fronts.values():
+            for costs, chosen in front:
+                for option in own:
+                    longer = (*chosen, option)
+                    if (after := extend(costs, longer)) is not None:
+                        following.setdefault(state(longer), Front()).add(after, longer)
+        fronts = following
+        if limit is not None:
+            fronts = {key: front.thinned(limit) for key, front in following.items()}
+    return Front(entry for front in fronts.values() for entry in front)
+
+
+def _first(entry: tuple[Costs, Candidate]) -> float:
+    return entry[0][0]
+
+
+def _no_worse(costs: Costs, than: Costs) -> bool:
+    return all(a <= b + EQUAL * abs(b) for a, b in zip(costs, than, strict=True))

@@ -132,11 +132,11 @@ def order_all(
             of another, the same must hold for all continuations of both.
     """
     labels: dict[int, Front[Label]] = {0: Front()}
-    labels[0].add((), start)
+    labels[0].add((0.0,), start)
     for ideal in ideals.all[:-1]:
-        for label in labels.pop(ideal, ()):
+        for _, label in labels.pop(ideal, Front[Label]()):
             for node in ideals.ready(ideal):
                 after = ideal | 1 << node
                 for each in extend(label, node):
                     labels.setdefault(after, Front()).add(costs(after, each), each)
-    yield from labels.get(ideals.whole, ())
+    yield from (label for _, label in labels.get(ideals.whole, Front[Label]()))
