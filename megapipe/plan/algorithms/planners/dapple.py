@@ -10,23 +10,14 @@ The judge chooses among the best few. It does not look at memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from functools import cache
 
 from megapipe.plan.algorithms.cuts import Partition, Step, partitions, widened
 from megapipe.plan.algorithms.judge import stage_load
-from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage, stage
+from megapipe.plan.algorithms.pipeline import PlannedPipeline, stage
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
 from megapipe.plan.algorithms.stages import Stages, positions, shortest_simulated
-
-
-class Taken(NamedTuple):
-    """What the stages so far use."""
-
-    used: tuple[int, ...]
-    """Numbers of workers by node."""
-    last: tuple[int, ...]
-    """Devices of the last stage."""
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
@@ -42,36 +33,39 @@ def plan(problem: Problem) -> PlannedPipeline | None:
 
 
 def _within(stages: Stages, limit: float) -> list[Partition]:
-    """Return the best partitions whose slowest stage is within a limit."""
+    """Return the best partitions whose slowest stage is within a limit. A state has the number of
+    used workers of each node."""
     problem, tp = stages.problem, stages.problem.tensor_sizes[0]
     node = min(problem.links.per_node, problem.devices) // tp
     nodes = problem.devices // (node * tp)
 
-    def steps(first: int, last: int, state: Hashable) -> Iterator[Step]:
-        assert isinstance(state, Taken)
-        used, before = state
-        free = nodes * node - sum(used)
-        rest = stages.work[-1] - stages.work[last]
+    @cache
+    def made(first: int, last: int, used: Sequence[int], taken: Sequence[int]) -> Step:
+        devices = [
+            (at * node + used[at] + k) * tp + t
+            for at, number in enumerate(taken)
+            for k in range(number)
+            for t in range(tp)
+        ]
+        added = stage(first, last, devices, tp)
+        load, sent = stage_load(problem, added), _message(problem, first, used, taken)
+        seconds, after = (
+            load.forward + load.backward,
+            tuple(map(sum, zip(used, taken, strict=True))),
+        )
+        return Step(after, seconds + 2 * sent + load.reduce, max(seconds, sent), added)
+
+    def steps(first: int, last: int, used: Hashable) -> Iterator[Step]:
+        assert isinstance(used, tuple)
+        free, rest = nodes * node - sum(used), stages.work[-1] - stages.work[last]
         for count in problem.replica_counts:
             left = (free - count) * tp
             if left < 0 or (left == 0) != (last == problem.length) or rest > limit * left:
                 continue
             for taken in placements(used, node, count):
-                devices = [
-                    (at * node + used[at] + k) * tp + t
-                    for at, number in enumerate(taken)
-                    for k in range(number)
-                    for t in range(tp)
-                ]
-                added = stage(first, last, devices, tp)
-                load = stage_load(problem, added)
-                sent = _message(problem, before, added)
-                seconds = load.forward + load.backward
-                total = seconds + 2 * sent + load.reduce
-                after = tuple(a + b for a, b in zip(used, taken, strict=True))
-                yield Step(Taken(after, added.devices), total, max(seconds, sent), added)
+                yield made(first, last, used, taken)
 
-    found = partitions(positions(problem), Taken((0,) * nodes, ()), steps, limit)
+    found = partitions(positions(problem), (0,) * nodes, steps, limit)
     return [each for own in found.values() for each in own]
 
 
@@ -104,14 +98,15 @@ def _scattered(used: Sequence[int], node: int, count: int) -> tuple[int, ...]:
     return tuple(taken)
 
 
-def _message(problem: Problem, before: Sequence[int], after: PlannedStage) -> float:
-    """Return the seconds of a micro-batch's message from the devices `before` to a stage."""
-    if not before:
+def _message(problem: Problem, first: int, used: Sequence[int], taken: Sequence[int]) -> float:
+    """Return the seconds of a micro-batch's message to a stage: within nodes if the stage has
+    workers of nodes that are used in part, else between nodes."""
+    if not first:
         return 0.0
-    tp, unit = after.choices[0].tp, after.first - 1
-    replicas = min(len(before) // tp, after.replicas(after.first))
-    size = problem.cost(unit, unit + 1, tp, replicas).message
-    return problem.links.message(size, before[::tp], after.devices[::tp])
+    links, tp = problem.links, problem.tensor_sizes[0]
+    near = any(before and new for before, new in zip(used, taken, strict=True))
+    size = problem.cost(first - 1, first, tp, sum(taken)).message
+    return size / (links.inside if near else links.between) + links.latency
 
 
 ALGORITHMS = (
