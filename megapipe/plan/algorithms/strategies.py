@@ -47,6 +47,11 @@ class StrategyGraph:
         """Indices of the strategies of each operator."""
         return [range(len(each)) for each in self.strategies]
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether every operator has a strategy."""
+        return all(self.strategies)
+
     @cached_property
     def producers(self) -> list[list[int]]:
         """Operators whose outputs each operator reads."""
@@ -63,17 +68,17 @@ class StrategyGraph:
         users, count = self._last_users, len(chosen)
         return tuple(own for node, own in enumerate(chosen) if users[node] >= count)
 
-    def added(self, chosen: Sequence[int]) -> float:
+    def added(self, chosen: Chosen) -> float:
         """Return what the last one of the first operators adds to the cost."""
         node = len(chosen) - 1
         moved = sum(self.edges[u, node][chosen[u]][chosen[node]] for u in self.producers[node])
         return self.strategies[node][chosen[node]].cost + moved
 
-    def cost(self, chosen: Sequence[int]) -> float:
+    def cost(self, chosen: Chosen) -> float:
         """Return the cost of the first operators with the strategies `chosen`."""
         return sum(self.added(chosen[: count + 1]) for count in range(len(chosen)))
 
-    def memory(self, chosen: Sequence[int]) -> float:
+    def memory(self, chosen: Chosen) -> float:
         """Return the bytes of the first operators on each device."""
         own = [each[index] for each, index in zip(self.strategies, chosen, strict=False)]
         return sum(each.memory for each in own) + max((each.rebuilt for each in own), default=0)

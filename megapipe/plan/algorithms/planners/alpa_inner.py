@@ -30,6 +30,8 @@ def plan(problem: Problem) -> PlannedPipeline | None:
     looks at memory only afterwards, when it chooses stages. :func:`best_strategies` also solves the
     operators of a block (:mod:`megapipe.plan.algorithms.matmuls`)."""
     graph = of_chain(problem)
+    if not graph.has_choices:
+        return None
     _, chosen = best_strategies(graph)
     return as_plan(problem, chosen) if graph.memory(chosen) <= problem.memory else None
 

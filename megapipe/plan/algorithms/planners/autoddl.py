@@ -44,8 +44,9 @@ def plan(problem: Problem) -> PlannedPipeline | None:
     :func:`descend_by_operator` also plans matrix products by their bytes on the wire
     (:mod:`megapipe.plan.algorithms.matmuls`)."""
     graph = of_chain(problem)
-    chosen = descend_by_operator(graph).best or ()
-    return as_plan(problem, chosen) if graph.memory(chosen) <= problem.memory else None
+    chosen = descend_by_operator(graph).best if graph.has_choices else None
+    fits = chosen is not None and graph.memory(chosen) <= problem.memory
+    return as_plan(problem, chosen or ()) if fits else None
 
 
 ALGORITHMS = (Algorithm("autoddl", "AutoDDL (Chen et al., 2301.06813)", "time of one stage", plan),)

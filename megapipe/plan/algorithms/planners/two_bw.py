@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 from megapipe.plan.algorithms.batch import microbatch_counts
 from megapipe.plan.algorithms.enumeration import Cheapest, cheapest
@@ -37,7 +38,7 @@ def candidates(problem: Problem) -> Iterator[PlannedPipeline]:
                         shape.tp,
                         recompute,
                     )
-                    for number, (first, last) in enumerate(zip(ends, ends[1:], strict=False))
+                    for number, (first, last) in enumerate(pairwise(ends))
                 )
                 yield PlannedPipeline(stages, count)
 
