@@ -74,7 +74,7 @@ class Aceso:
 
     def _starts(self, stages: int, limit: int) -> Iterator[PlannedPipeline]:
         """Yield an even plan without recomputation, then plans with random cuts in which each unit
-        recomputes or not at random."""
+        recomputes or not at random; each with another number of micro-batches."""
         ends = positions(self._problem)
         inner, tp = ends[1:-1], self._problem.tensor_sizes[0]
         even = [inner[index * len(inner) // stages] for index in range(1, stages)]
@@ -86,7 +86,11 @@ class Aceso:
             for first, last, count in zip([0, *cuts], [*cuts, ends[-1]], counts, strict=True):
                 again = [number > 0 and self._random.random() < 0.5 for _ in range(first, last)]
                 parts.append(Part(tuple(UnitChoice(tp, each) for each in again), count))
-            yield pipeline(parts, self._problem.microbatches)
+            plans = (pipeline(parts, microbatches) for microbatches in reversed(self._counts))
+            allowed = [
+                plan for plan in plans if plan.mistake(self._sized(plan.microbatches)) is None
+            ]
+            yield allowed[number % len(allowed)] if allowed else pipeline(parts, self._counts[-1])
 
     def _bottleneck(self, plan: PlannedPipeline) -> int:
         """Return the stage to relieve."""
