@@ -19,6 +19,8 @@ Moves = Callable[[State], Iterable[State]]
 """Function that returns the states that one move leads to."""
 WIDTH = 4
 """Number of states from which the next hop of a path of several moves begins."""
+PATIENCE = 20
+"""Number of starts without a new state after which a search ends."""
 
 
 class Trials(Generic[State]):
@@ -136,8 +138,12 @@ def in_turn(trials: Trials[State], start: State, coordinates: Sequence[Moves[Sta
 def from_starts(
     trials: Trials[State], starts: Iterable[State], improve: Callable[[State], State]
 ) -> None:
-    """Improve one start after the other until no state can be evaluated any more."""
+    """Improve one start after the other until no state can be evaluated any more, or until
+    :data:`PATIENCE` starts in a row have led to no new state."""
+    idle = 0
     for start in starts:
-        if not trials.left:
-            break
+        before = trials.left
         improve(start)
+        idle = idle + 1 if trials.left == before else 0
+        if not trials.left or idle == PATIENCE:
+            break

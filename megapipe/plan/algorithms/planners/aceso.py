@@ -2,8 +2,8 @@
 
 The bottleneck is the stage that needs too much memory, else the stage that takes longest. Moves
 change that stage: give a unit to a neighbour, take devices from another stage, exchange tensor for
-data parallelism, recompute more or less; or change the number of micro-batches. If no move helps,
-paths of several moves are tried, and at last another start.
+data parallelism, recompute more or less; or change the number of micro-batches. If no move helps, the
+next bottlenecks are relieved, then paths of several moves are tried, and at last another start.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ class Aceso:
         """Whether a plan fits the devices."""
         return self._judged(plan).fits
 
+    def _is_allowed(self, plan: PlannedPipeline) -> bool:
+        return plan.mistake(self._sized(plan.microbatches)) is None
+
     def _cost(self, plan: PlannedPipeline) -> float | None:
-        if plan.mistake(self._sized(plan.microbatches)) is not None:
+        if not self._is_allowed(plan):
             return None
         found: Judged = self._judged(plan)
         return found.seconds if found.fits else TOO_LARGE * max(found.peaks) / self._problem.memory
@@ -92,36 +95,31 @@ class Aceso:
             ]
             yield allowed[number % len(allowed)] if allowed else pipeline(parts, self._counts[-1])
 
-    def _bottleneck(self, plan: PlannedPipeline) -> int:
-        """Return the stage to relieve."""
+    def _bottlenecks(self, plan: PlannedPipeline) -> list[int]:
+        """Return the stages, the one to relieve first before the others."""
         problem, judged = self._sized(plan.microbatches), self._judged(plan)
-        if not judged.fits:
-            return judged.peaks.index(max(judged.peaks))
-        periods = [period(problem, stage_load(problem, each)) for each in plan.stages]
-        return periods.index(max(periods))
+        loads = [stage_load(problem, each) for each in plan.stages]
+        usage = [period(problem, each) for each in loads] if judged.fits else judged.peaks
+        return sorted(range(len(loads)), key=usage.__getitem__, reverse=True)
 
     def _moves(self, plan: PlannedPipeline) -> Iterator[PlannedPipeline]:
-        """Yield the plans that relieve the bottleneck, and those with other micro-batches."""
-        if plan.mistake(self._sized(plan.microbatches)) is not None:
+        """Yield the plans that relieve the first bottleneck, those that relieve the next ones, and
+        those with other micro-batches."""
+        if not self._is_allowed(plan):
             return
-        worst, parts = (
-            self._bottleneck(plan),
-            [Part(s.choices, len(s.devices)) for s in plan.stages],
-        )
-        for changes in (
-            *self._units(parts, worst),
-            *self._tensor(parts, worst),
-            *self._recomputation(parts, worst),
-            *self._devices(parts, worst),
-        ):
-            changed = [changes.get(index, part) for index, part in enumerate(parts)]
-            yield pipeline(changed, plan.microbatches)
+        parts = [Part(each.choices, len(each.devices)) for each in plan.stages]
+        for worst in self._bottlenecks(plan):
+            for changes in (
+                *self._units(parts, worst),
+                *self._tensor(parts, worst),
+                *self._recomputation(parts, worst),
+                *self._devices(parts, worst),
+            ):
+                changed = [changes.get(index, part) for index, part in enumerate(parts)]
+                yield pipeline(changed, plan.microbatches)
         place = bisect_left(self._counts, plan.microbatches)
-        for count in (
-            *self._counts[max(0, place - 1) : place],
-            *self._counts[place + 1 : place + 2],
-        ):
-            yield pipeline(parts, count)
+        near = self._counts[max(0, place - 1) : place] + self._counts[place + 1 : place + 2]
+        yield from (pipeline(parts, count) for count in near)
 
     def _units(self, parts: list[Part], worst: int) -> Iterator[dict[int, Part]]:
         """Move the units up to the next cut to a neighbour."""
