@@ -53,11 +53,10 @@ def stage(
 ) -> PlannedStage:
     """Make a stage of units `first` to `last` - 1. `recompute`: all of them, none, or the indices
     of those that recompute."""
-
-    def again(unit: int) -> bool:
-        return recompute if isinstance(recompute, bool) else unit in recompute
-
-    choices = tuple(UnitChoice(tp, again(unit)) for unit in range(first, last))
+    if isinstance(recompute, bool):
+        choices = (UnitChoice(tp, recompute),) * (last - first)
+    else:
+        choices = tuple(UnitChoice(tp, unit in recompute) for unit in range(first, last))
     return PlannedStage(first, choices, tuple(devices))
 
 

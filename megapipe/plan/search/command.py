@@ -19,6 +19,7 @@ from megapipe import text
 from megapipe.cli import configured, dump, possible_words
 from megapipe.command_line import Parser, run_command, suggest
 from megapipe.errors import ConfigError
+from megapipe.plan.algorithms.command import print_choices
 from megapipe.plan.memory_fit import size_text
 from megapipe.plan.search.estimate import Estimate
 from megapipe.plan.search.explain import explain
@@ -45,6 +46,14 @@ def parser() -> Parser:
     made.add_argument("--device", help="device, as in H100; default: plan.device")
     made.add_argument("--gpus-per-node", type=int, metavar="N", help="parallel.ranks_per_node")
     made.add_argument("--inter-node-gb-s", type=float, metavar="X", help="plan.inter_node_gb_s")
+    made.add_argument(
+        "--algorithm", metavar="NAME", help="plan as a published planner does: pipedream, alpa, ..."
+    )
+    made.add_argument(
+        "--compare-algorithms",
+        action="store_true",
+        help="print what each published planner chooses",
+    )
     made.add_argument("--top", type=int, default=10, metavar="N", help="layouts to print")
     made.add_argument(
         "--front",
@@ -90,6 +99,9 @@ def run(given: argparse.Namespace) -> None:
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
     search = Search(words, fixed, given.gpus)
+    if given.algorithm is not None or given.compare_algorithms:
+        print_choices(search, given.algorithm, as_json=given.json)
+        return
     shown = _Shown()
     found = search.run(given.top, shown, with_front=given.front or given.svg is not None)
     shown.clear()

@@ -62,6 +62,9 @@ def _within(stages: Stages, limit: float) -> list[Partition]:
             left = (free - count) * tp
             if left < 0 or (left == 0) != (last == problem.length) or rest > limit * left:
                 continue
+            cost = problem.cost(first, last, tp, count)
+            if cost.forward + cost.backward > limit:
+                continue
             for taken in placements(used, node, count):
                 yield made(first, last, used, taken)
 
