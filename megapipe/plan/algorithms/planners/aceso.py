@@ -2,8 +2,9 @@
 
 The bottleneck is the stage that needs too much memory, else the stage that takes longest. Moves
 change that stage: give a unit to a neighbour, take devices from another stage, exchange tensor for
-data parallelism, recompute more or less; or change the number of micro-batches. If no move helps, the
-next bottlenecks are relieved, then paths of several moves are tried, and at last another start.
+data parallelism, recompute more or less. Other moves change the number of micro-batches. If no move
+helps, the next bottlenecks are relieved, then paths of several moves are tried, and at last another
+start.
 """
 
 from __future__ import annotations
