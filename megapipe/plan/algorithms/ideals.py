@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError
 from megapipe.plan.algorithms.enumeration import Front
 
 Label = TypeVar("Label")
-MAX_IDEALS = 200_000
+MAX_IDEALS = 20_000
 """Maximum number of ideals that are looked at."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import groupby, islice
+from operator import itemgetter
 from random import Random
 
 from megapipe.plan.algorithms.judge import Judged, judge
@@ -31,8 +32,9 @@ Ranks = tuple[int, ...]
 """Pipeline rank of each part of the chain between two possible cuts."""
 PLACEMENTS = 200
 """Number of placements that are evaluated for each number of ranks."""
-RULES = 2
-"""Number of greedy rules; the shortest of their orders is taken."""
+RULES = (0, 6)
+"""Numbers of the greedy rules: forwards and weight gradients without a limit; as few forwards in
+flight as in 1F1B, and no deferred weight gradients."""
 
 
 class DevicePlacement:
@@ -42,6 +44,7 @@ class DevicePlacement:
         self._problem, self._shape, self._random = problem, shape, Random(seed)
         self._ends = positions(problem)
         self.judged = cache(self._judge)
+        """Function that returns the plan of a placement, judged."""
         self._parts = range(len(self._ends) - 1)
 
     def random_then_local(self, limit: int = PLACEMENTS) -> Trials[Ranks]:
@@ -58,7 +61,11 @@ class DevicePlacement:
         return trials
 
     def plan(self, ranks: Ranks) -> PlannedPipeline:
-        """Return the plan of a placement with the best order of the greedy rules."""
+        """Return the plan of a placement, in the shortest order of the greedy rules that fits; in
+        the longest one if none does."""
+        return self.judged(ranks)[0]
+
+    def _judge(self, ranks: Ranks) -> tuple[PlannedPipeline, Judged]:
         first_use = {rank: number for number, rank in enumerate(dict.fromkeys(ranks))}
         width, stages, row = self._shape.devices, [], []
         for rank, parts in groupby(self._parts, key=ranks.__getitem__):
@@ -69,17 +76,20 @@ class DevicePlacement:
             row.append(first_use[rank])
         placement, count = Placement(len(first_use), (tuple(row),)), self._problem.microbatches
         made = partial(PlannedPipeline, tuple(stages), count)
-        cost = judge(self._problem, made(gpipe_on(placement, count))).timeline.cost
-        orders = OrderProblem(placement, count, cost)
-        timed = (orders.timed(greedy(orders, rule)) for rule in islice(rules(orders), RULES))
-        best = min((each for each in timed if each is not None), key=lambda each: each.value)
-        return made(orders.schedule(best.order))
-
-    def _judge(self, ranks: Ranks) -> Judged:
-        return judge(self._problem, self.plan(ranks))
+        plan = made(gpipe_on(placement, count))
+        judged = judge(self._problem, plan)
+        orders = OrderProblem(placement, count, judged.timeline.cost)
+        known = list(islice(rules(orders), max(RULES) + 1))
+        timed = [orders.timed(greedy(orders, known[number])) for number in RULES]
+        for each in sorted((each for each in timed if each is not None), key=itemgetter(0)):
+            plan = made(orders.schedule(each.order))
+            judged = judge(self._problem, plan)
+            if judged.fits:
+                break
+        return plan, judged
 
     def _cost(self, ranks: Ranks) -> float | None:
-        found = self.judged(ranks)
+        _, found = self.judged(ranks)
         return found.seconds if found.fits else None
 
     def _starts(self) -> Iterator[Ranks]:

@@ -48,7 +48,7 @@ def best_parts(
     return cut_in_parts(Ideals([each.inputs for each in graph]), devices, cost)
 
 
-def _pipeline(problem: Problem, shape: Uniform) -> PlannedPipeline | None:
+def pipeline(problem: Problem, shape: Uniform) -> PlannedPipeline | None:
     """Return the pipeline with the smallest largest load, for stages of equally many devices."""
     stages, ends = Stages(problem), positions(problem)
 
@@ -76,7 +76,7 @@ def _pipeline(problem: Problem, shape: Uniform) -> PlannedPipeline | None:
 def plan(problem: Problem) -> PlannedPipeline | None:
     """Return the fastest pipeline over all numbers of stages; :func:`best_parts` also plans graphs
     of operators, which the trainer cannot run."""
-    found = (_pipeline(problem, shape) for shape in uniform_shapes(problem))
+    found = (pipeline(problem, shape) for shape in uniform_shapes(problem))
     fitting = [each for each in found if each is not None]
     return min(fitting, key=lambda each: judge(problem, each).seconds, default=None)
 

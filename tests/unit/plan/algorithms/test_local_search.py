@@ -130,12 +130,12 @@ def test_device_placement_comes_near_the_optimum_of_cuts() -> None:
     rows = [
         tuple(rank for rank in range(3) for _ in range(ends[rank], ends[rank + 1])) for ends in cuts
     ]
-    optimum = min(search.judged(row).seconds for row in rows)
+    optimum = min(search.judged(row)[1].seconds for row in rows)
     for found in (search.random_then_local(80), search.one_by_one(80)):
         print(f"device placement: {found.least / optimum - 1:+.1%} of the best cuts")
         assert found.best is not None
         assert found.least <= 1.05 * optimum
-        validate(search.judged(found.best).timeline.schedule)
+        validate(search.judged(found.best)[1].timeline.schedule)
 
 
 def test_planners_of_placements_return_plans_that_fit() -> None:

@@ -155,9 +155,7 @@ def test_bytes_of_conversions() -> None:
 def test_autoddl_reaches_the_bytes_of_brute_force_on_a_mesh(seed: int) -> None:
     random = Random(seed)
     rows, widths = random.choice([256, 8192]), [256 << random.randrange(5) for _ in range(7)]
-    operators = [
-        matmul(rows, widths[i], widths[i + 1], *([i - 1] if i else [])) for i in range(6)
-    ]
+    operators = [matmul(rows, widths[i], widths[i + 1], *([i - 1] if i else [])) for i in range(6)]
     graph = strategy_graph(operators, [2, 2])
     total = np.zeros((9,) * 6)
     for node, own in enumerate(graph.strategies):
