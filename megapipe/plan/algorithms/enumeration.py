@@ -1,8 +1,9 @@
 """Enumeration with a bound: look at all candidates, except those that cannot be the best.
 
-:func:`cheapest` evaluates candidates in the order of a lower bound, until the bound exceeds the
-best cost. :class:`Front` drops candidates that another one beats in all costs, and
-:func:`best_choices` does so after each of several choices.
+Three functions leave candidates out. Candidates are evaluated in the order of a lower bound, until
+the bound exceeds the best cost (:func:`cheapest`). Of several costs, a candidate is dropped if
+another one beats it in all (:class:`Front`). If there are several choices to make, this is done
+after each of them (:func:`best_choices`).
 """
 
 from __future__ import annotations

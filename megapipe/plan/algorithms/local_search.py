@@ -1,9 +1,9 @@
 """Local search: states, moves between them, and a limited number of evaluations.
 
-A state is any hashable value, and its cost the number to make small. :class:`Trials` evaluates
-states and remembers the best one, so a method of search only says which state comes next:
-:func:`descend` moves to better states, :func:`anneal` sometimes to worse ones, and
-:func:`in_turn` changes one coordinate after the other.
+A state is any hashable value, and its cost the number to make small. States are evaluated by
+:class:`Trials`, which remembers the best one, so a method of search only says which state comes
+next. It can move to better states (:func:`descend`), sometimes to worse ones (:func:`anneal`), or
+change one coordinate after the other (:func:`in_turn`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Matrix products on a mesh of devices: how each one is split, and the bytes on the wire.
 
 Along each axis of the mesh a tensor is split over rows (``S0``) or columns (``S1``), broadcast
-(``B``, every device has all of it), or a partial sum (``P``); these are the four words of OneFlow
-(Yuan et al., 2110.15032). A product Y = X W is computed in one of three ways along an axis:
+(``B``, every device has all of it), or a partial sum (``P``). These are the words of OneFlow
+(Yuan et al., 2110.15032). A product Y = X W is computed in one of three ways along an axis.
 
-======== ==== ==== ==== =========== ================================
-way      X    W    Y    known as    gradients
-======== ==== ==== ==== =========== ================================
-rows     S0   B    S0   data        dX: S0, dW: P, summed every step
-columns  B    S1   S1   column      dX: P
-inner    S1   S0   P    row         dX: S1, needs dY: B
-======== ==== ==== ==== =========== ================================
+  ======== ==== ==== ==== =========== ================================
+  way      X    W    Y    known as    gradients
+  ======== ==== ==== ==== =========== ================================
+  rows     S0   B    S0   data        dX: S0, dW: P, summed every step
+  columns  B    S1   S1   column      dX: P
+  inner    S1   S0   P    row         dX: S1, needs dY: B
+  ======== ==== ==== ==== =========== ================================
 
 The planners that use this module plan one block of such operators. The trainer's layers have fixed
 splits, so it cannot run these plans.

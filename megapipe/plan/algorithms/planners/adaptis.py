@@ -76,9 +76,10 @@ class AdaPtis:
 
     def plan(self, tuned: Tuned) -> PlannedPipeline:
         """Return the plan."""
-        schedule = self._registered(tuned.placement).get(tuned.order)
+        registered = self._registered(tuned.placement)
+        schedule = registered.get(tuned.order)
         if schedule is None:
-            known = next(iter(self._registered(tuned.placement)))
+            known = next(iter(registered))
             cost = self._judged(tuned._replace(order=known)).timeline.cost
             placement = self._placement(tuned.placement)
             orders = OrderProblem(placement, self._problem.microbatches, cost)
@@ -89,7 +90,9 @@ class AdaPtis:
         for rank, (first, last) in zip(schedule.placement.table[0], pairwise(ends), strict=True):
             devices = range(rank * width, (rank + 1) * width)
             stages.append(stage(first, last, devices, self._shape.tp))
-        return PlannedPipeline(tuple(stages), self._problem.microbatches, schedule)
+        named = tuned.order in registered and tuned.placement in ("single", "loop")
+        order = tuned.order if named else schedule
+        return PlannedPipeline(tuple(stages), self._problem.microbatches, order)
 
     def _judge(self, tuned: Tuned) -> Judged:
         return judge(self._problem, self.plan(tuned))

@@ -1,9 +1,9 @@
 """Device placement: any unit on any device (Mirhoseini et al., 1706.04972; Spotlight, ICML'18).
 
 Both papers train a policy network by the measured time of a step. Here the simulator measures, and
-search takes the policy's place: for the recurrent policy that places all units at once, random
-placements that are improved by moves of single units; for Spotlight's Markov decision process,
-which places one unit after the other, each unit in turn on its best device. No policy is learned.
+search takes the policy's place; no policy is learned. Mirhoseini's recurrent policy places all
+units at once: random placements stand for it, improved by moves of single units. Spotlight's Markov
+decision process places one unit after the other: each unit in turn is put on its best device.
 
 Neighbouring units on the same device form a stage, so a device can have several stages. The order
 of operations is made by greedy rules.

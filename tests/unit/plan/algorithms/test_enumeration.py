@@ -46,7 +46,7 @@ def test_a_front_keeps_what_nothing_dominates() -> None:
 
 
 def test_choices_that_nothing_dominates_are_those_of_brute_force() -> None:
-    """Of each pair one number, with a sum of at most 12: small sums and large sums of squares."""
+    """Choose a number of each pair, at most 12 in all, for a small sum and large squares."""
     pairs = [(1, 5), (2, 3), (4, 2), (1, 6)]
 
     def extend(costs: tuple[float, ...], chosen: tuple[int, ...]) -> tuple[float, ...] | None:
