@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from math import inf
@@ -15,11 +16,14 @@ from megapipe.plan.algorithms.measured import measured_problem
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import algorithm, algorithms
 from megapipe.plan.memory_fit import size_text
+from megapipe.plan.search.layouts import words_of
 from megapipe.plan.search.search import Search
 
 
-def print_choices(search: Search, name: str | None, *, as_json: bool) -> None:
-    """Print what a published planner chooses, or if `name` is None, what each of them does.
+def print_choices(search: Search, name: str | None, *, as_json: bool) -> list[str] | None:
+    """Print what a published planner chooses, or if `name` is None, what each of them does. Return
+    the configuration of the fastest plan that the trainer can run, as words of a command line;
+    None if there is none.
 
     Raises:
         ConfigError: an unknown planner, or a configuration that cannot be measured.
@@ -32,19 +36,32 @@ def print_choices(search: Search, name: str | None, *, as_json: bool) -> None:
         found.append(choose(each, problem))
     _show("")
     found.sort(key=lambda each: (each.seconds, each.algorithm.name))
+    runnable = [each for each in found if each.seconds < inf and each.obstacle is None]
     if as_json:
         print(json.dumps([record(problem, each, found[0].seconds) for each in found]))
-        return
+        return _words_of(search, problem, runnable)
     if name is not None and found[0].plan is None:
         raise ConfigError(
             f"--algorithm {name}: it finds no plan that fits; more devices would help"
         )
     print(table(problem, found))
     text.print_folded("", _summary(problem, found))
-    runnable = [each for each in found if each.seconds < inf and each.obstacle is None]
-    if runnable:
-        text.print_folded("", f"To run {runnable[0].algorithm.name}'s plan:")
-        print(_keys_text(problem, runnable[0]))
+    made = _words_of(search, problem, runnable)
+    if made is not None:
+        print(f"megapipe train {shlex.join(made)}")
+    return made
+
+
+def _words_of(search: Search, problem: Problem, runnable: Sequence[Choice]) -> list[str] | None:
+    """Return the configuration of the first plan as words of a command line."""
+    if not runnable or runnable[0].plan is None:
+        return None
+    keys = keys_of(problem, runnable[0].plan)
+    texts = {
+        key: str(each).replace(" ", "") if isinstance(each, list) else each
+        for key, each in keys.items()
+    }
+    return [*search.words, *words_of(texts)]
 
 
 def table(problem: Problem, found: Sequence[Choice]) -> str:
@@ -112,16 +129,6 @@ def _summary(problem: Problem, found: Sequence[Choice]) -> str:
         f"{problem.devices} devices with tensor-parallel degrees {degrees}. The gap is to the "
         "fastest plan of the table that fits. trainer: whether megapipe can train so."
     )
-
-
-def _keys_text(problem: Problem, choice: Choice) -> str:
-    """Return the keys of a plan as words of a command line."""
-    assert choice.plan is not None
-    made = []
-    for key, value in keys_of(problem, choice.plan).items():
-        said = str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-        made.append(f'{key}="{value}"' if "|" in said else f"{key}={said}")
-    return " ".join(made)
 
 
 def _show(line: str) -> None:

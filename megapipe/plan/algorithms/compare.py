@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from megapipe.plan.algorithms.judge import Judged, judge
+from megapipe.plan.algorithms.judge import Judged, fixed_bytes, judge
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
@@ -73,7 +73,7 @@ def _uniform_seconds(problem: Problem, sizes: Sequence[int]) -> float:
     m, least = problem.microbatches, inf
     for shape in uniform_shapes(problem, sizes):
         cost = problem.cost(0, problem.length, shape.tp, shape.replicas)
-        fixed = (cost.weights + cost.states / shape.replicas) / shape.stages
+        fixed = fixed_bytes(cost, shape.replicas) / shape.stages
         for saved, again in ((cost.saved, 0.0), (cost.saved_recompute, cost.recompute)):
             if fixed + min(m, shape.stages) * saved / shape.stages > problem.memory:
                 continue

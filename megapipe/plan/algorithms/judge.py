@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage
-from megapipe.plan.algorithms.problem import Problem
+from megapipe.plan.algorithms.problem import Problem, UnitCost
 from megapipe.schedule.cost import Cost
 from megapipe.schedule.ir import Kind, Schedule
 from megapipe.schedule.load import load
@@ -114,7 +114,7 @@ def stage_load(problem: Problem, stage: PlannedStage) -> StageLoad:
         first += cost.input_grad + choice.recompute * cost.recompute
         second += cost.weight_grad
         reduce += problem.links.all_reduce(cost.gradients, stage.devices[:: choice.tp])
-        fixed += cost.weights + cost.states / replicas
+        fixed += fixed_bytes(cost, replicas)
         saved += cost.saved_recompute if choice.recompute else cost.saved
         if choice.recompute:
             each = (problem.cost(at, at + 1, choice.tp, replicas) for at in range(begin, end))
@@ -124,6 +124,12 @@ def stage_load(problem: Problem, stage: PlannedStage) -> StageLoad:
             forward, first = forward + gathered, first + spread
         begin = end
     return StageLoad(forward, first, second, reduce, fixed, saved, rebuilt)
+
+
+def fixed_bytes(cost: UnitCost, replicas: int) -> float:
+    """Return the bytes that units take on a device besides activations."""
+    sharded = cost.states + (cost.reduced if replicas > 1 else 0.0)
+    return cost.weights + sharded / replicas
 
 
 def message_seconds(problem: Problem, before: PlannedStage, after: PlannedStage) -> float:

@@ -144,6 +144,7 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
                 saved=held,
                 saved_recompute=min(held, sum(unit.held for unit in full.of(stage))),
                 message=float(times.message),
+                reduced=model.gradients,
             )
         )
         alive = activations.device - (STAGES - stage) * held
@@ -154,6 +155,7 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
         weights=middle.weights / inner,
         states=middle.states / inner,
         gradients=middle.gradients / inner,
+        reduced=middle.reduced / inner,
         message=middle.message,
     )
     embedding, head = (_without(each, layer) for each in (first, last))
@@ -242,6 +244,7 @@ def _part(layer: UnitCost, time: float, weights: float) -> UnitCost:
         weights=weights * layer.weights,
         states=weights * layer.states,
         gradients=weights * layer.gradients,
+        reduced=weights * layer.reduced,
         message=layer.message,
     )
 

@@ -34,6 +34,9 @@ class UnitCost(NamedTuple):
     """Bytes saved if the unit recomputes its forward."""
     message: float = 0.0
     """Bytes that are sent to the next unit if that is on other devices."""
+    reduced: float = 0.0
+    """Bytes of reduced gradients, before they are sharded over the replicas, if there are several
+    replicas."""
 
     @property
     def backward(self) -> float:

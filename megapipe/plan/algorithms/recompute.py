@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from megapipe.plan.algorithms.judge import stage_load
+from megapipe.plan.algorithms.judge import fixed_bytes, stage_load
 from megapipe.plan.algorithms.pipeline import PlannedStage, stage
 from megapipe.plan.algorithms.problem import Problem, UnitCost
 from megapipe.plan.algorithms.stages import peak
@@ -39,7 +39,7 @@ def cheapest_recomputation(
     tp, in_flight = given.choices[0].tp, min(problem.microbatches, after + 1)
     replicas, units = given.replicas(given.first), range(given.first, given.last)
     costs = [problem.cost(unit, unit + 1, tp, replicas) for unit in units]
-    fixed = sum(cost.weights + cost.states / replicas for cost in costs)
+    fixed = sum(fixed_bytes(cost, replicas) for cost in costs)
     best: _Flags | None = None
     for rebuilt in sorted({cost.saved - cost.saved_recompute for cost in costs}):
         room = (problem.memory - fixed - rebuilt) / in_flight

@@ -88,6 +88,14 @@ def run(given: argparse.Namespace) -> None:
     for path in (given.output, given.svg):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.parent}")
+    published = given.algorithm is not None or given.compare_algorithms
+    if published and (given.front or given.svg is not None or given.explain is not None):
+        raise ConfigError(
+            "--algorithm and --compare-algorithms print one table: expected no --front, --svg or "
+            "--explain beside them"
+        )
+    if given.algorithm is not None and given.compare_algorithms:
+        raise ConfigError("--algorithm and --compare-algorithms: expected only one of them")
     if given.explain is not None and given.json:
         raise ConfigError("--explain prints text: expected no --json beside it")
     words, fixed = split_words(given.keys)
@@ -99,8 +107,10 @@ def run(given: argparse.Namespace) -> None:
     }
     words += words_of({key: value for key, value in options.items() if value is not None})
     search = Search(words, fixed, given.gpus)
-    if given.algorithm is not None or given.compare_algorithms:
-        print_choices(search, given.algorithm, as_json=given.json)
+    if published:
+        chosen = print_choices(search, given.algorithm, as_json=given.json)
+        if given.output is not None and chosen is not None:
+            _write(given.output, dump(configured(chosen)))
         return
     shown = _Shown()
     found = search.run(given.top, shown, with_front=given.front or given.svg is not None)
