@@ -217,8 +217,7 @@ class Problem:
         sums = self._sums[key]
         low, high = sums[first], sums[last]
         between = [b - a for a, b in zip(low, high, strict=True)]
-        between[-1] = high.message
-        return UnitCost(*between)
+        return UnitCost(*between)._replace(message=high.message)
 
     def _each(self, tp: int, replicas: int) -> list[UnitCost]:
         """Return the costs of each unit."""

@@ -68,12 +68,17 @@ def _within(stages: Stages, rules: Rules, limit: float) -> list[Partition]:
     problem = stages.problem
     links, total = problem.links, problem.devices
 
+    shapes = list(product(problem.tensor_sizes, problem.replica_counts))
+
     def steps(last: int, first: int, used: Hashable) -> Iterator[Step]:
         assert isinstance(used, Used)
         end = total - used.devices
-        for tp, replicas in product(problem.tensor_sizes, problem.replica_counts):
+        own = stages.work[last] - stages.work[first]
+        for tp, replicas in shapes:
             start = end - tp * replicas
-            if start < 0 or (start == 0) != (first == 0) or stages.work[first] > limit * start:
+            if start < 0 or (start == 0) != (first == 0):
+                continue
+            if stages.work[first] > limit * start or own > limit * (end - start):
                 continue
             if rules.submeshes and not _is_submesh(links, start, end):
                 continue

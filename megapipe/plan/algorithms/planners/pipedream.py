@@ -10,8 +10,9 @@ step, so a reduction counts with its share of a step. It does not look at memory
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
+from typing import NamedTuple
 
 from megapipe.plan.algorithms.cuts import Partition, Step, by_position, partitions
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage, stage
@@ -23,7 +24,29 @@ Inner = dict[tuple[int, int], Partition]
 """Best pipeline on all workers of a node, by first unit and unit after the last."""
 
 
+class Nested(NamedTuple):
+    """A pipeline over nodes, whose stages are pipelines within a node."""
+
+    outer: Partition
+    inner: Mapping[int, Inner]
+    """Pipelines within a node by the number of nodes that share micro-batches."""
+
+
 def plan(problem: Problem) -> PlannedPipeline | None:
+    found = nested(problem)
+    if found is None:
+        return None
+    stages = [
+        _over_nodes(each, outer.devices)
+        for outer in found.outer.stages
+        for each in found.inner[len(outer.devices)][outer.first, outer.last].stages
+    ]
+    return PlannedPipeline(tuple(stages), problem.microbatches)
+
+
+def nested(problem: Problem) -> Nested | None:
+    """Return the pipeline with the fastest slowest stage; None if there is none. A stage between
+    nodes has the first device of each of its nodes."""
     tp, links = problem.tensor_sizes[0], problem.links
     node = min(links.per_node, problem.devices)
     nodes, places = problem.devices // node, positions(problem)
@@ -42,14 +65,7 @@ def plan(problem: Problem) -> PlannedPipeline | None:
             yield Step(used + n, 0.0, slowest, stage(first, last, devices))
 
     found = partitions(places[::-1], 0, steps).get(nodes)
-    if not found:
-        return None
-    stages = [
-        _over_nodes(each, outer.devices)
-        for outer in found[0].stages
-        for each in inner[len(outer.devices)][outer.first, outer.last].stages
-    ]
-    return PlannedPipeline(tuple(stages), problem.microbatches)
+    return Nested(found[0], inner) if found else None
 
 
 def _within(problem: Problem, nodes: int, workers: int) -> Inner:
