@@ -32,10 +32,14 @@ from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
 from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
-STAGES = 3
-"""Number of stages in which a model is measured."""
+STAGES, REPLICAS = 3, 2
+"""Numbers of stages and of replicas with which a model is measured."""
 SIZES = (1, 2, 4)
 """Numbers of samples of a micro-batch that are measured."""
+
+MOST_CUTS = 40
+"""Number of layers above which planners cut only after every second layer, every third, and so
+on."""
 
 
 class PartCosts(BaseModel):
@@ -83,6 +87,7 @@ def measured_problem(search: Search) -> Problem:
         memory=inf if room is None else room - max(each.besides for each in parts.values()),
         links=_links(search),
         cuts=cuts,
+        tried=cuts[:: -(-search.config.model.layers // MOST_CUTS)],
         whole_samples=True,
     )
 
@@ -139,7 +144,7 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
                 weight_grad=backward * W / (I + W),
                 recompute=max(0.0, again[stage] - backward),
                 weights=model.parameters + model.gradients,
-                states=model.optimizer,
+                states=REPLICAS * model.optimizer,
                 gradients=model.gradients * (main + wide) / (2 * main),
                 saved=held,
                 saved_recompute=min(held, sum(unit.held for unit in full.of(stage))),
@@ -149,7 +154,8 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
         )
         alive = activations.device - (STAGES - stage) * held
         beside = beside_tensors(kept.config, layout, stage) if layout.device == "cuda" else 0
-        besides = max(besides, model.transient + alive + beside)
+        transient = max(0.0, model.transient - model.gradients / REPLICAS)
+        besides = max(besides, transient + alive + beside)
     first, middle, last = costs
     layer = middle.scaled(1 / inner)._replace(
         weights=middle.weights / inner,
@@ -175,10 +181,11 @@ def _units(search: Search, shape: Shape) -> Units:
     layers = search.config.model.layers
     keys = (
         f"pipeline.stage_layout=[1,{layers - 2},1]",
-        f"train.global_batch={STAGES * shape.microbatch}",
+        f"train.global_batch={STAGES * REPLICAS * shape.microbatch}",
     )
-    planner = Planner([*search.words, *keys], STAGES * shape.tp, layers, search.planner.cache)
-    return planner.units(LayoutChoice(shape, 1, STAGES, "1f1b", 1, 1))
+    world = STAGES * REPLICAS * shape.tp
+    planner = Planner([*search.words, *keys], world, layers, search.planner.cache)
+    return planner.units(LayoutChoice(shape, REPLICAS, STAGES, "1f1b", 1, 1))
 
 
 def _backward(units: Units, search: Search) -> list[float]:

@@ -156,6 +156,8 @@ class Problem:
     links: Links = field(default_factory=Links)
     cuts: tuple[int, ...] | None = None
     """Positions at which the trainer can cut the chain: cut k is before unit k; None: all."""
+    tried: tuple[int, ...] | None = None
+    """Those of the `cuts` that planners try, if not all: a long chain takes them long."""
     whole_samples: bool = False
     """Whether a replica can only have a whole number of samples of a micro-batch."""
     operators: tuple[Operator, ...] = ()

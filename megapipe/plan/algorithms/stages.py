@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from megapipe.plan.algorithms.cuts import Partition, Step, partitions
+from megapipe.plan.algorithms.cuts import Partition, Step, partitions, widened
 from megapipe.plan.algorithms.judge import StageLoad, judge, stage_load
 from megapipe.plan.algorithms.pipeline import PlannedStage, stage
 from megapipe.plan.algorithms.problem import Problem
@@ -69,7 +69,8 @@ def period(problem: Problem, load: StageLoad) -> float:
 def positions(problem: Problem, *, halves: bool = False) -> tuple[int, ...]:
     """Return the ends and the cuts of the chain, ascending. `halves`: also cuts that the trainer
     cannot make."""
-    inner = range(1, problem.length) if halves else problem.block_cuts
+    tried = problem.block_cuts if problem.tried is None else problem.tried
+    inner = range(1, problem.length) if halves else tried
     return (0, *inner, problem.length)
 
 
@@ -89,7 +90,7 @@ class Uniform(NamedTuple):
 def uniform_shapes(problem: Problem, sizes: Sequence[int] | None = None) -> Iterator[Uniform]:
     """Yield the uniform pipelines on all devices, with the tensor-parallel degrees `sizes`
     (default: the smallest one), the longest pipelines first."""
-    most = min(problem.devices, len(problem.block_cuts) + 1)
+    most = min(problem.devices, len(positions(problem)) - 1)
     for tp in sizes or problem.tensor_sizes[:1]:
         for count in range(most, 0, -1):
             replicas, rest = divmod(problem.devices, tp * count)
@@ -112,13 +113,17 @@ def balanced(stages: Stages, shape: Uniform, *, halves: bool = False) -> Sequenc
     """Return the stages of a uniform pipeline whose slowest stage is as fast as possible; [] if
     there are too few units."""
 
-    def steps(last: int, first: int, after: Hashable) -> Iterator[Step]:
-        assert isinstance(after, int)
-        start = (shape.stages - after - 1) * shape.devices
-        if start >= 0:
-            added, load = stages(first, last, start, shape.devices, shape.tp)
-            yield Step(after + 1, 0.0, load.forward + load.backward, added)
+    def within(limit: float) -> list[Partition]:
+        def steps(last: int, first: int, after: Hashable) -> Iterator[Step]:
+            assert isinstance(after, int)
+            start = (shape.stages - after - 1) * shape.devices
+            own = stages.work[last] - stages.work[first]
+            if start >= 0 and own <= limit * shape.devices and stages.work[first] <= limit * start:
+                added, load = stages(first, last, start, shape.devices, shape.tp)
+                yield Step(after + 1, 0.0, load.forward + load.backward, added)
+
+        return partitions(places, 0, steps, limit).get(shape.stages, [])
 
     places = positions(stages.problem, halves=halves)[::-1]
-    found = partitions(places, 0, steps).get(shape.stages)
-    return found[0].stages if found else []
+    found = widened(within, stages.least, 2)
+    return [] if found is None else found.stages
