@@ -130,12 +130,13 @@ class Simulator:
         own = part // receiver.tp
         for source in self._graph[node].inputs:
             sender = strategy[source]
-            for other, start in enumerate(sender.devices):
-                first = other // sender.tp
-                low = max(first / sender.replicas, own / receiver.replicas)
-                high = min((first + 1) / sender.replicas, (own + 1) / receiver.replicas)
-                if high > low:
-                    size = self._graph[source].output * (high - low) / sender.tp
-                    speed = self._links.speed(start, receiver.devices[part])
-                    away = start != receiver.devices[part]
-                    yield (source, other), away * (size / speed + self._links.latency)
+            low = own * sender.replicas // receiver.replicas
+            high = -(-(own + 1) * sender.replicas // receiver.replicas)
+            for other in range(low * sender.tp, high * sender.tp):
+                first, start = other // sender.tp, sender.devices[other]
+                begin = max(first / sender.replicas, own / receiver.replicas)
+                end = min((first + 1) / sender.replicas, (own + 1) / receiver.replicas)
+                size = self._graph[source].output * (end - begin) / sender.tp
+                speed = self._links.speed(start, receiver.devices[part])
+                away = start != receiver.devices[part]
+                yield (source, other), away * (size / speed + self._links.latency)

@@ -12,6 +12,7 @@ of operations is made by greedy rules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby, islice
 from operator import itemgetter
@@ -30,8 +31,10 @@ from megapipe.schedule.search.problem import Problem as OrderProblem
 
 Ranks = tuple[int, ...]
 """Pipeline rank of each part of the chain between two possible cuts."""
-PLACEMENTS = 200
+PLACEMENTS = 100
 """Number of placements that are evaluated for each number of ranks."""
+FEW = 2
+"""Number of micro-batches per rank with which placements are compared."""
 RULES = (0, 6)
 """Numbers of the greedy rules: forwards and weight gradients without a limit; as few forwards in
 flight as in 1F1B, and no deferred weight gradients."""
@@ -93,11 +96,13 @@ class DevicePlacement:
         return found.seconds if found.fits else None
 
     def _starts(self) -> Iterator[Ranks]:
-        """Yield random placements; in every other one, each rank has neighbouring parts alone."""
+        """Yield random placements; in every other one, the first too, each rank has neighbouring
+        parts alone."""
         count = self._shape.stages
         while True:
-            yield tuple(self._random.randrange(count) for _ in self._parts)
-            yield tuple(sorted(self._random.randrange(count) for _ in self._parts))
+            ranks = [self._random.randrange(count) for _ in self._parts]
+            yield tuple(sorted(ranks))
+            yield tuple(ranks)
 
     def _moves(self, ranks: Ranks) -> Iterator[Ranks]:
         """Yield the placements in which one part is elsewhere, in random order."""
@@ -122,12 +127,17 @@ def spotlight(problem: Problem) -> PlannedPipeline | None:
 
 
 def _best(problem: Problem, *, one_by_one: bool) -> PlannedPipeline | None:
+    """Search for each number of ranks with few micro-batches, and return the best of the results
+    with all of them."""
     best: tuple[float, PlannedPipeline] | None = None
     for shape in uniform_shapes(problem):
-        search = DevicePlacement(problem, shape)
-        trials = search.one_by_one() if one_by_one else search.random_then_local()
-        if trials.best is not None and (best is None or trials.least < best[0]):
-            best = trials.least, search.plan(trials.best)
+        few = replace(problem, microbatches=min(problem.microbatches, FEW * shape.stages))
+        search = DevicePlacement(few, shape)
+        ranks = (search.one_by_one() if one_by_one else search.random_then_local()).best
+        if ranks is not None:
+            plan, judged = DevicePlacement(problem, shape).judged(ranks)
+            if judged.fits and (best is None or judged.seconds < best[0]):
+                best = judged.seconds, plan
     return best and best[1]
 
 

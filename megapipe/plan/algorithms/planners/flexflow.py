@@ -21,6 +21,8 @@ from megapipe.plan.algorithms.task_graph import Seconds, Simulator, Split, Strat
 
 STEPS = 3000
 """Number of proposals of a walk."""
+MOST_TASKS = 300_000
+"""Maximum number of tasks of all proposals together."""
 TEMPERATURE = 0.02
 """Temperature as a fraction of the time of the first strategy."""
 
@@ -56,24 +58,29 @@ def walk(
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
-    """Return the plan of a single stage on all devices: each unit's tensor-parallel degree. Plans
-    with units on different devices, which :func:`walk` also finds, are no pipelines."""
+    """Return the plan of a single stage on all devices: each unit's tensor-parallel degree. The
+    walk begins with the best degree for all units. Plans with units on different devices, which
+    :func:`walk` also finds, are no pipelines."""
     costs, choices = of_chain(problem), unit_choices(problem, recompute=False)
-    every = tuple(range(problem.devices))
-    splits = [Split(every, choice.tp) for choice in choices]
-    if not splits:
+    number = {Split(tuple(range(problem.devices)), each.tp): n for n, each in enumerate(choices)}
+    if not number:
         return None
 
     def seconds(node: int, split: Split) -> float:
-        return costs.strategies[node][splits.index(split)].cost
+        return costs.strategies[node][number[split]].cost
+
+    def equal(split: Split) -> float:
+        return sum(seconds(node, split) for node in range(problem.length))
 
     graph = [
         replace(each, output=2 * problem.microbatches * each.output)
         for each in replace(problem, operators=()).graph
     ]
-    best = walk(graph, seconds, problem.links, [splits] * problem.length).best
-    assert best is not None
-    chosen = tuple(splits.index(split) for split in best)
+    options = [sorted(number, key=equal)] * problem.length
+    tasks = problem.length * problem.devices
+    found = walk(graph, seconds, problem.links, options, steps=min(STEPS, MOST_TASKS // tasks))
+    assert found.best is not None
+    chosen = tuple(number[split] for split in found.best)
     return as_plan(problem, chosen) if costs.memory(chosen) <= problem.memory else None
 
 
