@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ class Aceso:
         self._judged = cache(lambda plan: judge(self._sized(plan.microbatches), plan))
 
     def run(self, stages: int, limit: int = MOVES) -> Trials[PlannedPipeline]:
-        """Search among plans of a number of stages; evaluate at most `limit` plans."""
+        """Search among plans of some number of stages, at first with equally many devices each.
+        Evaluate at most `limit` plans."""
         trials = Trials(self._cost, limit)
         starts = self._starts(stages, limit)
         from_starts(trials, starts, lambda start: descend(trials, start, self._moves, HOPS))
@@ -84,10 +86,8 @@ class Aceso:
         even = [inner[index * len(inner) // stages] for index in range(1, stages)]
         for number in range(limit):
             cuts = sorted(self._random.sample(inner, stages - 1)) if number else even
-            counts = [self._problem.devices // stages] * stages
-            counts[0] += self._problem.devices % stages
-            parts = []
-            for first, last, count in zip([0, *cuts], [*cuts, ends[-1]], counts, strict=True):
+            parts, count = [], self._problem.devices // stages
+            for first, last in pairwise((0, *cuts, ends[-1])):
                 again = [number > 0 and self._random.random() < 0.5 for _ in range(first, last)]
                 parts.append(Part(tuple(UnitChoice(tp, each) for each in again), count))
             plans = (pipeline(parts, microbatches) for microbatches in reversed(self._counts))
@@ -166,9 +166,11 @@ class Aceso:
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
-    """Return the best plan over all numbers of stages, as Aceso searches each number apart."""
-    search, most = Aceso(problem), min(problem.devices, len(positions(problem)) - 1)
-    found = [search.run(stages) for stages in range(1, most + 1)]
+    """Return the best plan over all numbers of stages that divide the devices, as Aceso searches
+    each number apart."""
+    search, most = Aceso(problem), len(positions(problem)) - 1
+    counts = [count for count in range(1, most + 1) if problem.devices % count == 0]
+    found = [search.run(count) for count in counts]
     best = min(found, key=lambda trials: trials.least).best
     return best if best is not None and search.fits(best) else None
 

@@ -37,7 +37,7 @@ SCHEDULES = {
 """Registered schedules on each placement. Those that do not exist for some sizes are left out."""
 RULES = 15
 """Number of greedy rules that are tried."""
-PLANS = 200
+PLANS = 120
 """Number of plans that are evaluated."""
 
 
