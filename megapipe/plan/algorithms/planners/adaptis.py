@@ -38,7 +38,9 @@ SCHEDULES = {
 RULES = 15
 """Number of greedy rules that are tried."""
 PLANS = 120
-"""Number of plans that are evaluated."""
+"""Number of plans that are evaluated for each number of ranks."""
+SHAPES = 3
+"""Number of pipelines of different lengths that are tuned."""
 
 
 class Tuned(NamedTuple):
@@ -150,14 +152,11 @@ class AdaPtis:
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
-    """Return the best plan over all numbers of pipeline ranks."""
-    best: tuple[float, PlannedPipeline] | None = None
-    for shape in uniform_shapes(problem):
-        search = AdaPtis(problem, shape)
-        trials = search.run()
-        if trials.best is not None and (best is None or trials.least < best[0]):
-            best = trials.least, search.plan(trials.best)
-    return best and best[1]
+    """Return the best plan over the numbers of ranks with the fastest equal stages."""
+    searches = [AdaPtis(problem, shape) for shape in uniform_shapes(problem)]
+    searches.sort(key=lambda search: search.trials(search.start))
+    best = min(searches[:SHAPES], key=lambda search: search.run().least, default=None)
+    return best.plan(best.trials.best) if best and best.trials.best else None
 
 
 ALGORITHMS = (Algorithm("adaptis", "AdaPtis (2509.23722)", "simulated step time", plan),)

@@ -33,6 +33,8 @@ Ranks = tuple[int, ...]
 """Pipeline rank of each part of the chain between two possible cuts."""
 PLACEMENTS = 100
 """Number of placements that are evaluated for each number of ranks."""
+MOST_RANKS = 16
+"""Maximum number of ranks."""
 FEW = 2
 """Number of micro-batches per rank with which placements are compared."""
 RULES = (0, 6)
@@ -117,12 +119,12 @@ class DevicePlacement:
 
 
 def mirhoseini(problem: Problem) -> PlannedPipeline | None:
-    """Return the best placement of random and local search over all numbers of ranks."""
+    """Return the best placement of random and local search over numbers of ranks."""
     return _best(problem, one_by_one=False)
 
 
 def spotlight(problem: Problem) -> PlannedPipeline | None:
-    """Return the best placement of a search by units over all numbers of ranks."""
+    """Return the best placement of a search by units over numbers of ranks."""
     return _best(problem, one_by_one=True)
 
 
@@ -131,6 +133,8 @@ def _best(problem: Problem, *, one_by_one: bool) -> PlannedPipeline | None:
     with all of them."""
     best: tuple[float, PlannedPipeline] | None = None
     for shape in uniform_shapes(problem):
+        if shape.stages > MOST_RANKS:
+            continue
         few = replace(problem, microbatches=min(problem.microbatches, FEW * shape.stages))
         search = DevicePlacement(few, shape)
         ranks = (search.one_by_one() if one_by_one else search.random_then_local()).best

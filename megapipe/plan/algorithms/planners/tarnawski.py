@@ -53,9 +53,20 @@ def pipeline(problem: Problem, shape: Uniform) -> PlannedPipeline | None:
     stages, ends = Stages(problem), positions(problem)
 
     def cost(before: int, after: int, part: int) -> float | None:
-        _, own = made(before, after, part)
-        fits = stages.fits(own, shape.stages - 1 - part)
-        return period(problem, own) if fits else None
+        planned, own = made(before, after, part)
+        if not stages.fits(own, shape.stages - 1 - part):
+            return None
+        sent = moved(planned.first, part - 1) + moved(planned.last, part)
+        return period(problem, own) + sent
+
+    def moved(cut: int, part: int) -> float:
+        """Return the seconds of the messages at a cut behind a part, there and back."""
+        if cut in (0, problem.length):
+            return 0.0
+        size = problem.cost(cut - 1, cut, shape.tp, shape.replicas).message
+        starts = part * shape.devices, (part + 1) * shape.devices
+        pair = [range(start, start + shape.devices, shape.tp) for start in starts]
+        return 2 * problem.links.message(size, *pair)
 
     def made(before: int, after: int, part: int) -> tuple[PlannedStage, StageLoad]:
         first, last = ends[before.bit_length()], ends[after.bit_length()]

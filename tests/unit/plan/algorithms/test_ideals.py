@@ -109,6 +109,22 @@ def test_a_chain_is_cut_where_the_slowest_stage_is_fastest() -> None:
     assert tarnawski.plan(Problem(random_units(8, 2), 3, 4, memory=2)) is None
 
 
+def test_messages_count_where_a_chain_is_cut() -> None:
+    """The load of the chain's operators on one device each is that of the graph."""
+    units = [
+        ChainUnit(each.name, {key: cost._replace(gradients=0) for key, cost in each.costs.items()})
+        for each in random_units(8, 2)
+    ]
+    problem = Problem(tuple(units), 3, 4, links=Links(inside=0.05))
+    plan = tarnawski.pipeline(problem, Uniform(3, 1, 1))
+    found = tarnawski.best_parts(problem.graph, 3, bandwidth=0.05)
+    assert plan is not None
+    assert found is not None
+    parts = [sum(1 << unit for unit in range(each.first, each.last)) for each in plan.stages]
+    loads = [tarnawski.load(problem.graph, part, 0.05) for part in parts]
+    assert max(loads) == pytest.approx(found[0])
+
+
 def shortest_by_brute_force(problem: TaskProblem) -> float:
     """Return the least makespan of all orders and devices."""
     best, nothing = [float("inf")], (0.0,) * problem.devices
