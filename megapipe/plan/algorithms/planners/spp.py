@@ -7,8 +7,7 @@ units and the next devices of the order. The list puts the tasks of micro-batche
 which a cyclic pipeline runs them: with a period W that each rank and each link needs at most for a
 micro-batch, task k of micro-batch j is in period j + k. A micro-batch passes 4S - 3 periods through
 S stages (forward, links, and back), so m micro-batches take at most (m + 4S - 4) W, and at least m
-W. Run as early as possible, the same order takes no longer. It does not look at memory until the
-end.
+W. Run as early as possible, the same order takes no longer. The cuts do not depend on memory.
 """
 
 from __future__ import annotations
@@ -104,13 +103,15 @@ def ordered_workers(problem: Problem) -> list[int]:
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
-    """Return the pipeline of the ordered devices with the list's schedule, if it fits."""
+    """Return the pipeline of the ordered devices with the list's schedule if it fits, else with
+    1F1B, which has fewer micro-batches in flight."""
     found = partition(problem, ordered_workers(problem))
     if found is None:
         return None
-    order = list_schedule(len(found.stages), problem.microbatches)
-    made = PlannedPipeline(found.stages, problem.microbatches, order)
-    return made if judge(problem, made).fits else None
+    count = problem.microbatches
+    orders = (list_schedule(len(found.stages), count), "1f1b")
+    plans = (PlannedPipeline(found.stages, count, order) for order in orders)
+    return next((each for each in plans if judge(problem, each).fits), None)
 
 
 ALGORITHMS = (

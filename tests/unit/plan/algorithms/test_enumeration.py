@@ -203,6 +203,10 @@ def test_spp_plans_nodes_as_they_are_and_says_if_nothing_fits() -> None:
     plan = spp.plan(Problem(units, 4, 8, links=SLOW))
     assert plan is not None
     assert sorted(each for group in plan.groups for each in group) == [0, 1, 2, 3]
+    full = judge(Problem(units, 4, 8, links=SLOW), plan)
+    less = spp.plan(Problem(units, 4, 8, memory=max(full.peaks) - 1, links=SLOW))
+    assert less is not None
+    assert (less.stages, less.schedule) == (plan.stages, "1f1b")
     assert spp.plan(Problem(units, 4, 8, memory=2, links=SLOW)) is None
     odd = Problem(units, 3, 2, samples=2, whole_samples=True)
     plan = spp.plan(odd)
