@@ -211,6 +211,12 @@ class Problem:
     def cost(self, first: int, last: int, tp: int = 1, replicas: int = 1) -> UnitCost:
         """Return the costs of units `first` to `last` - 1 on a device, if none recomputes, for its
         share of a micro-batch. The message is that of the last unit."""
+        key = first, last, tp, replicas
+        if key not in self._found:
+            self._found[key] = self._sum(first, last, tp, replicas)
+        return self._found[key]
+
+    def _sum(self, first: int, last: int, tp: int, replicas: int) -> UnitCost:
         if last == first + 1:
             return self._each(tp, replicas)[first]
         key = tp, replicas
@@ -220,6 +226,11 @@ class Problem:
         low, high = sums[first], sums[last]
         between = [b - a for a, b in zip(low, high, strict=True)]
         return UnitCost(*between)._replace(message=high.message)
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int, int, int], UnitCost]:
+        """Costs of ranges of units, by arguments of :meth:`cost`."""
+        return {}
 
     def _each(self, tp: int, replicas: int) -> list[UnitCost]:
         """Return the costs of each unit."""
