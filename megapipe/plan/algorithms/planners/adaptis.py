@@ -20,7 +20,8 @@ from megapipe.plan.algorithms.local_search import Trials, descend, in_turn
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, stage
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
-from megapipe.plan.algorithms.stages import Uniform, positions, uniform_shapes
+from megapipe.plan.algorithms.shapes import likely_shapes
+from megapipe.plan.algorithms.stages import Uniform, positions
 from megapipe.schedule.generators import accepts, build
 from megapipe.schedule.ir import Schedule
 from megapipe.schedule.placement import Placement
@@ -40,7 +41,8 @@ RULES = 15
 PLANS = 120
 """Number of plans that are evaluated for each number of ranks."""
 SHAPES = 3
-"""Number of pipelines of different lengths that are tuned."""
+"""Number of pipelines with different numbers of ranks, or degrees of tensor parallelism, that are
+tuned."""
 
 
 class Tuned(NamedTuple):
@@ -152,10 +154,9 @@ class AdaPtis:
 
 
 def plan(problem: Problem) -> PlannedPipeline | None:
-    """Return the best plan over the numbers of ranks with the fastest equal stages."""
-    searches = [AdaPtis(problem, shape) for shape in uniform_shapes(problem)]
-    searches.sort(key=lambda search: search.trials(search.start))
-    best = min(searches[:SHAPES], key=lambda search: search.run().least, default=None)
+    """Return the best plan over the sizes of ranks with the fastest equal stages."""
+    searches = [AdaPtis(problem, shape) for shape in likely_shapes(problem, SHAPES)]
+    best = min(searches, key=lambda search: search.run().least, default=None)
     return best.plan(best.trials.best) if best and best.trials.best else None
 
 

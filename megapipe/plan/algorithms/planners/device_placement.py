@@ -23,7 +23,8 @@ from megapipe.plan.algorithms.local_search import Trials, descend, from_starts, 
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, stage
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
-from megapipe.plan.algorithms.stages import Uniform, positions, uniform_shapes
+from megapipe.plan.algorithms.shapes import likely_shapes
+from megapipe.plan.algorithms.stages import Uniform, positions
 from megapipe.schedule.generators import gpipe_on
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.search.greedy import greedy, rules
@@ -33,6 +34,8 @@ Ranks = tuple[int, ...]
 """Pipeline rank of each part of the chain between two possible cuts."""
 PLACEMENTS = 100
 """Number of placements that are evaluated for each number of ranks."""
+SHAPES = 3
+"""Number of sizes of ranks for which placements are searched."""
 MOST_RANKS = 16
 """Maximum number of ranks."""
 FEW = 2
@@ -119,22 +122,20 @@ class DevicePlacement:
 
 
 def mirhoseini(problem: Problem) -> PlannedPipeline | None:
-    """Return the best placement of random and local search over numbers of ranks."""
+    """Return the best placement of random and local search."""
     return _best(problem, one_by_one=False)
 
 
 def spotlight(problem: Problem) -> PlannedPipeline | None:
-    """Return the best placement of a search by units over numbers of ranks."""
+    """Return the best placement of a search by units."""
     return _best(problem, one_by_one=True)
 
 
 def _best(problem: Problem, *, one_by_one: bool) -> PlannedPipeline | None:
-    """Search for each number of ranks with few micro-batches, and return the best of the results
+    """Search for likely sizes of ranks with few micro-batches, and return the best of the results
     with all of them."""
     best: tuple[float, PlannedPipeline] | None = None
-    for shape in uniform_shapes(problem):
-        if shape.stages > MOST_RANKS:
-            continue
+    for shape in likely_shapes(problem, SHAPES, MOST_RANKS):
         few = replace(problem, microbatches=min(problem.microbatches, FEW * shape.stages))
         search = DevicePlacement(few, shape)
         ranks = (search.one_by_one() if one_by_one else search.random_then_local()).best

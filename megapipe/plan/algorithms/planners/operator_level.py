@@ -107,7 +107,7 @@ def plan(problem: Problem) -> PlannedPipeline | None:
     :func:`~megapipe.plan.algorithms.operator_tasks.best_schedule` also plans graphs of operators
     that are no chain, which the trainer cannot run."""
     best: tuple[float, PlannedPipeline] | None = None
-    for shape in uniform_shapes(problem):
+    for shape in uniform_shapes(problem, problem.tensor_sizes):
         found = pipeline(problem, shape) if shape.stages <= RANKS else None
         if found is not None:
             judged = judge(problem, found)

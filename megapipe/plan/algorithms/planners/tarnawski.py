@@ -87,7 +87,7 @@ def pipeline(problem: Problem, shape: Uniform) -> PlannedPipeline | None:
 def plan(problem: Problem) -> PlannedPipeline | None:
     """Return the fastest pipeline over all numbers of stages; :func:`best_parts` also plans graphs
     of operators, which the trainer cannot run."""
-    found = (pipeline(problem, shape) for shape in uniform_shapes(problem))
+    found = (pipeline(problem, shape) for shape in uniform_shapes(problem, problem.tensor_sizes))
     fitting = [each for each in found if each is not None]
     return min(fitting, key=lambda each: judge(problem, each).seconds, default=None)
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 
 from megapipe.plan.algorithms.batch import microbatch_counts
 from megapipe.plan.algorithms.enumeration import Cheapest, cheapest
 from megapipe.plan.algorithms.judge import judge, message_seconds, stage_load
-from megapipe.plan.algorithms.pipeline import PlannedPipeline, stage
+from megapipe.plan.algorithms.pipeline import PlannedPipeline
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
-from megapipe.plan.algorithms.stages import positions, uniform_shapes
+from megapipe.plan.algorithms.shapes import equal_stages
+from megapipe.plan.algorithms.stages import uniform_shapes
 
 
 def candidates(problem: Problem) -> Iterator[PlannedPipeline]:
@@ -29,24 +29,7 @@ def candidates(problem: Problem) -> Iterator[PlannedPipeline]:
         sized = problem.with_microbatches(count)
         for shape in uniform_shapes(sized):
             for recompute in (False, True):
-                ends = even_ends(problem, shape.stages)
-                stages = tuple(
-                    stage(
-                        first,
-                        last,
-                        range(number * shape.devices, (number + 1) * shape.devices),
-                        shape.tp,
-                        recompute,
-                    )
-                    for number, (first, last) in enumerate(pairwise(ends))
-                )
-                yield PlannedPipeline(stages, count)
-
-
-def even_ends(problem: Problem, stages: int) -> list[int]:
-    """Return the ends of `stages` stages with nearly equal numbers of units."""
-    ends = positions(problem)
-    return [ends[round(index * (len(ends) - 1) / stages)] for index in range(stages + 1)]
+                yield equal_stages(sized, shape, recompute=recompute)
 
 
 def closed_form(problem: Problem, plan: PlannedPipeline) -> float:
