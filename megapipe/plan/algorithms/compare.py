@@ -1,4 +1,4 @@
-"""What published planners choose for one problem, and whether the trainer can run it."""
+"""Choices of published planners for one problem, and whether the trainer can run them."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ class Step(NamedTuple):
     state: Hashable
     """State after the step."""
     total: float
-    """What the stage adds to the total: usually the seconds of a micro-batch, there and back."""
+    """Addition to the total: usually the seconds of a micro-batch, there and back."""
     slowest: float
-    """What the maximum is at least: usually the seconds between two micro-batches."""
+    """Lower limit of the maximum: usually the seconds between two micro-batches."""
     stage: PlannedStage
 
 

@@ -43,7 +43,7 @@ class StageLoad(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What a plan costs."""
+    """Time and memory of a plan."""
 
     seconds: float
     """Seconds of a step without the update."""

@@ -1,4 +1,4 @@
-"""What a planner returns: stages of units on devices, and a schedule."""
+"""The result of a planner: stages of units on devices, and a schedule."""
 
 from __future__ import annotations
 

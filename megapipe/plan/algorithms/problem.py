@@ -1,4 +1,4 @@
-"""What a planner is told: units to cut, devices, links and memory. It imports no torch.
+"""The input of a planner: units to cut, devices, links and memory. It imports no torch.
 
 A problem can be written by hand (tests), or be measured from a configuration
 (:mod:`megapipe.plan.algorithms.measured`). Seconds and bytes are the units of all figures.
@@ -157,7 +157,7 @@ class Problem:
     cuts: tuple[int, ...] | None = None
     """Positions at which the trainer can cut the chain: cut k is before unit k; None: all."""
     tried: tuple[int, ...] | None = None
-    """Those of the `cuts` that planners try, if not all: a long chain takes them long."""
+    """Cuts that planners try; None: all of the `cuts`. A long chain takes them long."""
     whole_samples: bool = False
     """Whether a replica can only have a whole number of samples of a micro-batch."""
     operators: tuple[Operator, ...] = ()

@@ -26,7 +26,7 @@ class Algorithm(NamedTuple):
     source: str
     """Publication, as in "PipeDream (Narayanan et al., SOSP'19)"."""
     objective: str
-    """What the algorithm minimizes, in a few words."""
+    """Figure that the algorithm minimizes, in a few words."""
     plan: Plan
     optimal: bool = False
     """Whether the plan is the best one for the algorithm's own objective and restrictions."""

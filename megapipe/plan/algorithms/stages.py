@@ -1,4 +1,4 @@
-"""What planners of pipelines have in common: costs of stages, and the devices as workers."""
+"""Costs of stages, uniform pipelines and balanced cuts, which planners of pipelines share."""
 
 from __future__ import annotations
 

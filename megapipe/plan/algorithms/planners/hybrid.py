@@ -27,7 +27,7 @@ from megapipe.plan.algorithms.stages import Stages, period, positions
 
 
 class Rules(NamedTuple):
-    """What a planner counts and allows."""
+    """Rules of a planner: costs that count, and choices that a stage has."""
 
     adds_up: bool
     """Whether the time of the first micro-batch counts, not the slowest stage alone."""
