@@ -13,8 +13,12 @@ def problem(units: int = 4, devices: int = 2, microbatches: int = 4, **given: ob
     costs = {
         (tp, 4): UnitCost(
             *(1 / tp, 1 / tp, 1 / tp, 1 / tp),
-            weights=10 / tp, states=20 / tp, gradients=8 / tp,
-            saved=6 / tp, saved_recompute=2 / tp, message=3.0,
+            weights=10 / tp,
+            states=20 / tp,
+            gradients=8 / tp,
+            saved=6 / tp,
+            saved_recompute=2 / tp,
+            message=3.0,
         )
         for tp in (1, 2)
     }
