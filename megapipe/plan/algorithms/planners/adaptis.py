@@ -40,7 +40,7 @@ RULES = 15
 """Number of greedy rules that are tried."""
 PLANS = 120
 """Number of plans that are evaluated for each number of ranks."""
-SHAPES = 3
+SHAPES = 2
 """Number of pipelines with different numbers of ranks, or degrees of tensor parallelism, that are
 tuned."""
 
@@ -67,8 +67,9 @@ class AdaPtis:
         self._coordinates = (self._partitions, self._placements, self._orders)
 
     def run(self) -> Trials[Tuned]:
-        """Tune each thing alone, then all in turn from each of these plans."""
-        alone = [self.alone(number) for number in range(len(self._coordinates))]
+        """Tune each thing alone, then all in turn from each of these plans. Partitions come last,
+        since a long pipeline has most of them."""
+        alone = [self.alone(number) for number in reversed(range(len(self._coordinates)))]
         for start in sorted(alone, key=self.trials):
             in_turn(self.trials, start, self._coordinates)
         return self.trials

@@ -34,7 +34,7 @@ Ranks = tuple[int, ...]
 """Pipeline rank of each part of the chain between two possible cuts."""
 PLACEMENTS = 100
 """Number of placements that are evaluated for each number of ranks."""
-SHAPES = 3
+SHAPES = 2
 """Number of sizes of ranks for which placements are searched."""
 MOST_RANKS = 16
 """Maximum number of ranks."""

@@ -28,7 +28,7 @@ from megapipe.schedule.placement import loop
 
 
 class Placed(NamedTuple):
-    """What the stages so far use."""
+    """Workers of the stages so far."""
 
     workers: int
     """Number of workers."""
