@@ -64,18 +64,18 @@ class AdaPtis:
         self.trials: Trials[Tuned] = Trials(self._cost, limit)
         self.start = Tuned(self._even("single"), "single", "1f1b")
         """Equal numbers of units for each rank, and 1F1B."""
-        self._coordinates = (self._partitions, self._placements, self._orders)
+        self._coordinates = (self._orders, self._placements, self._partitions)
 
     def run(self) -> Trials[Tuned]:
         """Tune each thing alone, then all in turn from each of these plans. Partitions come last,
         since a long pipeline has most of them."""
-        alone = [self.alone(number) for number in reversed(range(len(self._coordinates)))]
+        alone = [self.alone(number) for number in range(len(self._coordinates))]
         for start in sorted(alone, key=self.trials):
             in_turn(self.trials, start, self._coordinates)
         return self.trials
 
     def alone(self, number: int) -> Tuned:
-        """Return the best plan if only one thing is tuned: partition (0), placement (1) or schedule
+        """Return the best plan if only one thing is tuned: schedule (0), placement (1) or partition
         (2)."""
         return min([self.start, *self._coordinates[number](self.start)], key=self.trials)
 
@@ -107,11 +107,14 @@ class AdaPtis:
         return found.seconds if found.fits else None
 
     def _partitions(self, tuned: Tuned) -> Iterator[Tuned]:
-        """Yield the partition to which moves of single cuts lead."""
+        """Yield the partition to which moves of single cuts lead, those beside busy ranks first."""
         ends = positions(self._problem)
 
         def moves(each: Tuned) -> Iterator[Tuned]:
-            for index, cut in enumerate(each.cuts):
+            busy, row = self._judged(each).timeline.busy, self._placement(each.placement).table[0]
+            beside = [max(map(busy.__getitem__, pair)) for pair in pairwise(row)]
+            for index in sorted(range(len(beside)), key=beside.__getitem__, reverse=True):
+                cut = each.cuts[index]
                 low, high = (0, *each.cuts, ends[-1])[index : index + 3 : 2]
                 place = ends.index(cut)
                 for other in (ends[place - 1], ends[place + 1]):
