@@ -80,7 +80,8 @@ def table(problem: Problem, found: Sequence[Choice]) -> str:
                 words(problem, each.plan) + (f"; {each.obstacle}" if each.obstacle else ""),
             ]
         )
-    return text.table(rows, left=1)
+    width = max(len(row[-1]) for row in rows)
+    return text.table([[*row[:-1], row[-1].ljust(width)] for row in rows], left=1)
 
 
 def record(problem: Problem, choice: Choice, least: float) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
+from megapipe.errors import ScheduleError
 from megapipe.plan.algorithms.judge import Judged, fixed_bytes, judge
 from megapipe.plan.algorithms.pipeline import PlannedPipeline, PlannedStage
 from megapipe.plan.algorithms.problem import Problem
 from megapipe.plan.algorithms.registry import Algorithm
 from megapipe.plan.algorithms.stages import uniform_shapes
+from megapipe.schedule.generators import names
 from megapipe.schedule.ir import Schedule
+from megapipe.schedule.load import load
 
 Keys = dict[str, str | int | bool | list[int]]
 """Configuration keys with their values."""
@@ -95,13 +98,28 @@ def obstacle(problem: Problem, plan: PlannedPipeline) -> str | None:
         return "tp differs by stage"
     if len({len(each.devices) for each in plan.stages}) > 1:
         return "replicas differ by stage"
-    if isinstance(plan.schedule, Schedule):
+    if isinstance(plan.schedule, Schedule) and not _is_registered(plan.schedule, plan):
         return "its order of operations is not a registered schedule"
     size = len(plan.stages[0].devices)
     in_order = [tuple(range(n * size, (n + 1) * size)) for n in range(len(plan.groups))]
     if list(plan.groups) != in_order:
         return "its devices are not in the order of ranks"
     return None
+
+
+def _is_registered(schedule: Schedule, plan: PlannedPipeline) -> bool:
+    """Whether a schedule is the one that its name stands for."""
+    if schedule.name not in names():
+        return False
+    chunks, rest = divmod(len(plan.stages), len(plan.groups))
+    if rest:
+        return False
+    sizes = {"ranks": len(plan.groups), "microbatches": plan.microbatches}
+    try:
+        made = load(schedule.name, **sizes, **({"chunks": chunks} if chunks > 1 else {}))
+    except ScheduleError:
+        return False
+    return made.placement == schedule.placement and made.ops == schedule.ops
 
 
 def keys_of(problem: Problem, plan: PlannedPipeline) -> Keys:
@@ -117,8 +135,7 @@ def keys_of(problem: Problem, plan: PlannedPipeline) -> Keys:
         "train.microbatch": round(samples / replicas),
     }
     if ranks > 1:
-        assert isinstance(plan.schedule, str)
-        found["pipeline.schedule"] = plan.schedule
+        found["pipeline.schedule"] = _name(plan)
         found["pipeline.stage_layout"] = "|".join(_layout(problem, each) for each in plan.stages)
         if len(plan.stages) > ranks:
             found["pipeline.chunks"] = len(plan.stages) // ranks
@@ -127,6 +144,10 @@ def keys_of(problem: Problem, plan: PlannedPipeline) -> Keys:
     if any(again):
         found["activations.num_blocks"] = again if len(again) > 1 else again[0]
     return found
+
+
+def _name(plan: PlannedPipeline) -> str:
+    return plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
 
 
 def _layers(problem: Problem, stage: PlannedStage) -> Iterator[tuple[int, int]]:
@@ -164,7 +185,7 @@ def words(problem: Problem, plan: PlannedPipeline) -> str:
     units = _joined([each[0] for each in stages])
     dp, tp = (_joined([each[column] for each in stages]) for column in (1, 2))
     again = _joined([str(sum(c.recompute for c in each.choices)) for each in plan.stages])
-    name = plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+    name = _name(plan)
     said = [f"{len(plan.stages)} x {units} units", f"dp {dp}", f"tp {tp}"]
     if again != "0":
         said.append(f"recompute {again}")

@@ -1,5 +1,7 @@
 """What a planner's choice means for the trainer, and how it is told."""
 
+from dataclasses import replace
+
 import pytest
 
 from megapipe.errors import ConfigError
@@ -60,7 +62,11 @@ def test_what_the_trainer_cannot_run_is_named(
 
 
 def test_an_order_of_its_own_is_not_registered() -> None:
-    plan = PlannedPipeline(EVEN.stages, 8, build("gpipe", ranks=2, microbatches=8))
+    known = build("gpipe", ranks=2, microbatches=8)
+    plan = PlannedPipeline(EVEN.stages, 8, known)
+    assert obstacle(model(), plan) is None
+    assert keys_of(model(), plan)["pipeline.schedule"] == "gpipe"
+    plan = PlannedPipeline(EVEN.stages, 8, replace(known, name="1f1b"))
     assert obstacle(model(), plan) == "its order of operations is not a registered schedule"
 
 
