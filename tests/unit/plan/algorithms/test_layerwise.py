@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from megapipe.plan.algorithms.judge import resharding_seconds, stage_load
@@ -110,3 +111,23 @@ def test_one_weird_trick_splits_the_head_alone() -> None:
     plan = one_weird_trick(Problem((*body, *head), 4, 2, samples=4, links=LINKS))
     assert plan is not None
     assert [choice.tp for choice in plan.stages[0].choices] == [1] * 5 + [4] * 3
+
+
+def test_one_weird_trick_computes_the_gradients_of_one_device() -> None:
+    """A replicated body and a split head have the same gradients as a model that is whole."""
+    random = np.random.default_rng(0)
+    x, body, head = (random.normal(size=size) for size in ((8, 5), (5, 6), (6, 4)))
+    target = random.normal(size=(8, 4))
+    hidden = x @ body
+    output_grad = hidden @ head - target  # of half the squared error
+    whole = x.T @ (output_grad @ head.T), hidden.T @ output_grad
+
+    samples = [slice(0, 4), slice(4, 8)]  # of two replicas of the body
+    columns = [slice(0, 2), slice(2, 4)]  # of two parts of the head
+    gathered = np.concatenate([x[own] @ body for own in samples])
+    grads = [gathered @ head[:, own] - target[:, own] for own in columns]
+    summed = sum(grad @ head[:, own].T for grad, own in zip(grads, columns, strict=True))
+    reduced = sum(x[own].T @ summed[own] for own in samples)
+    joined = np.concatenate([gathered.T @ grad for grad in grads], axis=1)
+    np.testing.assert_allclose(reduced, whole[0], rtol=1e-12)
+    np.testing.assert_allclose(joined, whole[1], rtol=1e-12)
