@@ -126,7 +126,8 @@ def test_one_weird_trick_computes_the_gradients_of_one_device() -> None:
     columns = [slice(0, 2), slice(2, 4)]  # of two parts of the head
     gathered = np.concatenate([x[own] @ body for own in samples])
     grads = [gathered @ head[:, own] - target[:, own] for own in columns]
-    summed = sum(grad @ head[:, own].T for grad, own in zip(grads, columns, strict=True))
+    parts = [grad @ head[:, own].T for grad, own in zip(grads, columns, strict=True)]
+    summed = parts[0] + parts[1]
     reduced = sum(x[own].T @ summed[own] for own in samples)
     joined = np.concatenate([gathered.T @ grad for grad in grads], axis=1)
     np.testing.assert_allclose(reduced, whole[0], rtol=1e-12)
