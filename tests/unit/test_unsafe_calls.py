@@ -48,6 +48,8 @@ EXCEPTIONS = {
     ("completion.py", "import_module"),
     ("__init__.py", "import_module"),
     ("launch/fork_server.py", "importlib.import_module"),
+    # the modules of a folder of this package
+    ("plan/algorithms/registry.py", "import_module"),
     # train.py beside this package, and this package
     ("launch/fork_server.py", "runpy.run_path"),
     ("launch/fork_server.py", "runpy.run_module"),

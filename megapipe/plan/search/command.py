@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapipe import text
-from megapipe.cli import dump, parse_and_notify, possible_words
+from megapipe.cli import configured, dump, parse_and_notify, possible_words
 from megapipe.command_line import Parser, run_command, suggest
 from megapipe.config.config import Config
 from megapipe.config.plan_file import plan_words
 from megapipe.errors import ConfigError
+from megapipe.plan.algorithms.command import print_choices
 from megapipe.plan.calibrate_command import run_calibration
 from megapipe.plan.memory_fit import size_text
 from megapipe.plan.search.estimate import Estimate
@@ -70,6 +71,14 @@ def parser() -> Parser:
     )  # fmt: skip
     made.add_argument(
         "--price", type=float, metavar="X", help="price of a device for an hour, for the run's cost"
+    )
+    made.add_argument(
+        "--algorithm", metavar="NAME", help="plan as a published planner does: pipedream, alpa, ..."
+    )
+    made.add_argument(
+        "--compare-algorithms",
+        action="store_true",
+        help="print what each published planner chooses",
     )
     made.add_argument("--top", type=int, default=10, metavar="N", help="layouts to print")
     made.add_argument(
@@ -152,6 +161,14 @@ def run(given: argparse.Namespace) -> None:
     config = command.config
     if config.plan.links:
         config = with_keys(config, {"pipeline.rank_order": "auto"})
+    if given.algorithm is not None or given.compare_algorithms:
+        (gpus,) = given.gpus
+        words.append(f"plan.gpus={gpus}")
+        search = Search(with_keys(config, {"plan.gpus": gpus}), free | command.searched, gpus)
+        chosen = print_choices(search, words, given.algorithm, as_json=given.json)
+        if given.output is not None and chosen is not None:
+            _write(given.output, dump(configured(chosen)))
+        return
     shown = _Shown()
     goal = Goal(given.objective, given.gpus, given.top, given.front or given.svg is not None)
 
@@ -205,7 +222,22 @@ def _check(given: argparse.Namespace) -> None:
         raise ConfigError("--explain prints text: expected no --json beside it")
     if given.objective == "cost" and given.price is None:
         raise ConfigError("--objective cost: expected --price X, of a device for an hour")
+    published = given.algorithm is not None or given.compare_algorithms
+    if published and (given.front or given.svg is not None or given.explain is not None):
+        raise ConfigError(
+            "--algorithm and --compare-algorithms print one table: expected no --front, --svg or "
+            "--explain beside them"
+        )
+    if published and (given.objective != "time" or given.refine or given.price is not None):
+        raise ConfigError(
+            "--algorithm and --compare-algorithms have objectives of their own: expected no "
+            "--objective, --refine or --price beside them"
+        )
+    if given.algorithm is not None and given.compare_algorithms:
+        raise ConfigError("--algorithm and --compare-algorithms: expected only one of them")
     several = len(given.gpus) > 1
+    if several and published:
+        raise ConfigError("--algorithm and --compare-algorithms take one number: expected --gpus N")
     if several and (given.svg is not None or given.objective in ("gpus", "sequence")):
         other = "--svg" if given.svg is not None else f"--objective {given.objective}"
         raise ConfigError(f"{other} takes one number of devices: expected --gpus N")
