@@ -91,6 +91,8 @@ def start(
     if not command.dry_run:  # before user code may load torch
         check_temporary_folder()
         _set_environment(command)
+    if command.searched and command.dry_run and info.rank > 0:
+        return 0
     if command.searched and (info.world == 1 or command.dry_run):
         command = with_values(command, search_layout(command, _gpus(command, info)))
     resolved = None if command.searched else _resolve(command, info)

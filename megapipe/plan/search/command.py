@@ -177,7 +177,7 @@ def run(given: argparse.Namespace) -> None:
     results = goal.results(config, searcher, shown)
     listed = goal.listed(results)
     if given.refine:
-        listed = goal.ordered([_refined(*each, shown) for each in listed])
+        listed = goal.ordered(_refined(listed, shown))
     shown.clear()
     if not listed:
         raise KeyboardInterrupt
@@ -199,14 +199,21 @@ def run(given: argparse.Namespace) -> None:
         print(f"\n{_explanation(listed, given.explain)}")
 
 
-def _refined(result: Result, found: Estimate, shown: _Shown) -> tuple[Result, Estimate]:
-    """Refine a found layout."""
-    search = result.search
+def _refined(
+    listed: Sequence[tuple[Result, Estimate]], shown: _Shown
+) -> list[tuple[Result, Estimate]]:
+    """Refine found layouts. Ctrl-C leaves the rest as it is."""
+    refined = list(listed)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, (result, found) in enumerate(listed):
 
-    def notify(best: Estimate) -> None:
-        shown(Progress(1, 1, f"layout {best.choice.dp} x {best.choice.pp} refined", best))
+            def notify(best: Estimate, done: int = number) -> None:
+                shown(Progress(done, len(listed), "layouts refined", best))
 
-    return result, Refiner(search.planner, search.speeds, notify).refine(found)
+            search = result.search
+            refiner = Refiner(search.planner, search.speeds, notify)
+            refined[number] = result, refiner.refine(found)
+    return refined
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -226,10 +233,11 @@ def _check(given: argparse.Namespace) -> None:
             "--algorithm and --compare-algorithms print one table: expected no --front, --svg or "
             "--explain beside them"
         )
-    if published and (given.objective != "time" or given.refine or given.price is not None):
+    budget = given.price is not None or given.tokens is not None
+    if published and (given.objective != "time" or given.refine or budget):
         raise ConfigError(
             "--algorithm and --compare-algorithms have objectives of their own: expected no "
-            "--objective, --refine or --price beside them"
+            "--objective, --refine, --tokens or --price beside them"
         )
     if given.algorithm is not None and given.compare_algorithms:
         raise ConfigError("--algorithm and --compare-algorithms: expected only one of them")

@@ -116,8 +116,9 @@ class LayoutChoice:
 
     def difference(self, other: LayoutChoice) -> str:
         """Return the keys, with values, that differ from those of another layout."""
-        own, theirs = ({"pipeline.chunks": "unset", **each.keys} for each in (self, other))
-        return " ".join(words_of({key: own[key] for key in own if own[key] != theirs[key]}))
+        own, theirs = self.keys, other.keys
+        values = {key: own.get(key, "unset") for key in {**own, **theirs}}
+        return " ".join(words_of({k: v for k, v in values.items() if v != theirs.get(k, "unset")}))
 
 
 def words_of(keys: Keys) -> list[str]:

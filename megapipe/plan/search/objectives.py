@@ -102,15 +102,18 @@ Run = Callable[[Config, int], Result]
 def _fewest(config: Config, most: int, run: Run) -> Result:
     """Return the search of the fewest devices on which a layout fits."""
     last: Result | None = None
+    refusal: ConfigError | None = None
     for gpus in numbers_of_devices(most, config.parallel.ranks_per_node):
         try:
             last = run(config, gpus)
-        except ConfigError:  # the batch or the heads cannot be split over so many
+        except ConfigError as error:  # the batch or the heads cannot be split over so many
+            refusal = error
             continue
         if last.found.best or not last.found.complete:
             return last
-    if last is None:
-        raise ConfigError(f"no layout of up to {most} devices: the batch and the heads do not fit")
+    if last is None and refusal is not None:
+        raise refusal
+    assert last is not None
     raise ConfigError(nothing_fits(*last))
 
 
@@ -122,13 +125,23 @@ def numbers_of_devices(most: int, of_node: int) -> Iterator[int]:
 
 def _longest(config: Config, gpus: int, run: Run) -> Result:
     """Return the search of the longest sequence that fits: doubled as long as a layout fits, then
-    lengthened by eighths."""
+    lengthened by eighths.
+
+    Raises:
+        ConfigError: not even the configured sequence fits, or the device's memory is unknown.
+    """
 
     def at(length: int) -> Result:
         return run(with_keys(config, {"train.sequence_length": length}), gpus)
 
     length = config.train.sequence_length
     best = at(length)
+    if best.search.speeds.plannable_bytes is None:
+        raise ConfigError(
+            "--objective sequence: the memory of the device is not known: expected plan.device_gb"
+        )
+    if not best.found.complete:
+        return best
     if not best.found.best:
         raise ConfigError(nothing_fits(*best))
     while True:

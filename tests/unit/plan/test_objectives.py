@@ -124,6 +124,12 @@ def test_longest_sequence(planned: Any, tmp_path: Path) -> None:
         (["--gpus", "2,4", "--svg", "a.svg"], "--svg takes one number of devices"),
         (["--gpus", "2", "--objective", "sequence", "plan.device_gb=0.01"], "layouts fits"),
         (["--gpus", "2", "--objective", "gpus", "plan.device_gb=0.01"], "layouts fits"),
+        (["--gpus", "2", "--objective", "gpus", "--device", "H1000"], "H1000 is not known"),
+        (
+            ["--gpus", "2", "--objective", "sequence", "--device", "cpu"],
+            "--objective sequence: the memory of the device is not known",
+        ),
+        (["--gpus", "2", "--algorithm", "alpa", "--tokens", "1B"], "expected no --objective"),
     ],
 )
 def test_bad_input(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,5 +115,23 @@ def test_the_command_writes_a_refined_layout(
     config, layout = resolve(parse([str(path)]).config, None, None, measure=BY_UNITS)
     units, speeds = Units(config, layout), Speeds.of(config)
     assert expected_step(units, speeds, simulate_step(units, speeds)).step == after["seconds"]
-    assert main([*given, "--refine"]) == 0
-    assert "keep x 2" in capsys.readouterr().out
+    assert main([*given, "--refine", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "keep x 2" in said
+    assert "activations.policy=[keep,keep]" in said
+    uniform = search_of(MODEL, FIXED, 2).run(1).best[0].choice
+    other = uniform.with_stages({"pipeline.stage_layout": [2, 4]})
+    assert other.difference(uniform) == "pipeline.stage_layout=[2,4]"
+    assert uniform.difference(other) == "pipeline.stage_layout=unset"
+
+
+def test_an_interrupt_keeps_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> Estimate:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Refiner, "refine", interrupt)
+    given = [*MODEL, *(f"{key}={value}" for key, value in FIXED.items()), "--gpus", "2"]
+    assert main([*given, "--refine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["keys"]["activations.policy"] == "full"
