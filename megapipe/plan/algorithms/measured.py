@@ -37,7 +37,6 @@ from megapipe.plan.step_time import timed_cost
 from megapipe.plan.unit import Kernel
 from megapipe.plan.units import Units
 from megapipe.schedule.ir import Kind
-from megapipe.util.dtypes import DTYPE_BYTES, main_bytes
 
 STAGES, REPLICAS = 3, 2
 """Numbers of stages and of replicas with which a model is measured."""
@@ -144,7 +143,6 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
         model, activations = memory[stage]
         held = sum(unit.held for unit in kept.of(stage))
         I, W = float(table[Kind.I][stage]), float(table[Kind.W][stage])  # noqa: E741
-        wide, main = DTYPE_BYTES[kept.config.model.dtype], main_bytes(kept.config.model.dtype)
         costs.append(
             UnitCost(
                 forward=float(table[Kind.F][stage]),
@@ -153,7 +151,8 @@ def _parts(search: Search, tp: int, size: int) -> PartCosts:
                 recompute=max(0.0, again[stage] - backward),
                 weights=model.parameters + model.gradients,
                 states=REPLICAS * model.optimizer,
-                gradients=model.gradients * (main + wide) / (2 * main),
+                # an all-reduce: the main gradients are reduced, and the weights gathered
+                gradients=(model.gradients + model.parameters) / 2,
                 saved=held,
                 saved_recompute=min(held, sum(unit.held for unit in full.of(stage))),
                 message=float(times.message),

@@ -434,6 +434,8 @@ LOG = [
     Bad("log.timeline of step 0", "log.timeline=[0]", 2,
         ("log.timeline=[0]: there is no step 0: expected steps counted from 1",)),
     Bad("plan.device is unknown", "plan.device=Z80", 2, ("plan.device=Z80 is not known", "H100")),
+    Bad("plan.factors.gemm is 0", "plan.factors.gemm=0", 2,
+        ("plan.factors.gemm=0: expected a number > 0",)),
     Bad("plan.time_factor is 0", "plan.time_factor=0", 2,
         ("plan.time_factor=0: expected a number > 0",)),
 ]  # fmt: skip
