@@ -1,5 +1,6 @@
 """The constraint solver CP-SAT of OR-Tools, which is not among megapipe's requirements."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megapipe.errors import ScheduleError
@@ -39,15 +40,23 @@ class Solution(NamedTuple):
 def solved(model: Model, wanted: list[Variable], seconds: float) -> Solution:
     """Solve a model and return the values of the variables `wanted`.
 
-    One thread and a fixed seed: equal models give equal solutions, unless the time ends.
+    One thread and a fixed seed: equal models give equal solutions, unless the time ends. Ctrl-C
+    stops the solver and raises KeyboardInterrupt. The solver's own handler of SIGINT is not
+    installed: it goes on with what it has, and leaves a handler that kills the process.
     """
     from ortools.sat.python import cp_model
 
-    solver = cp_model.CpSolver()
+    solver: Any = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    status = solver.solve(model)
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as thread:  # Python handles signals only outside of C++
+        solving = thread.submit(solver.solve, model)
+        try:
+            status = solving.result()
+        finally:
+            solver.stop_search()
     found = [solver.value(each) for each in wanted] if solver.response_proto.solution else None
     decided = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
     return Solution(found, round(solver.best_objective_bound), decided)

@@ -1,5 +1,7 @@
 """The constraint solver against the stored optima; skipped without OR-Tools."""
 
+import signal
+import threading
 from fractions import Fraction
 
 import pytest
@@ -15,6 +17,7 @@ from tests.unit.schedule.search.optima import OPTIMA, accounting
 
 pytest.importorskip("ortools", reason="the extra `exact` is not installed")
 from megapipe.schedule.search.exact import solve
+from megapipe.schedule.search.solver import new_model, solved
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,17 @@ def test_span_needs_first_starts_that_no_order_delays():
 def test_a_limit_below_one_microbatch():
     with pytest.raises(ScheduleError, match="too small; it must be at least 1, so that"):
         solve(loop(2), 2, Cost(), activation_limit=Fraction(1, 2))
+
+
+def test_ctrl_c_stops_the_solver_and_keeps_its_meaning():
+    handler = signal.getsignal(signal.SIGINT)
+    model = new_model("test")
+    factors = [model.new_int_var(3, 2**31, name) for name in "ab"]
+    model.add_multiplication_equality(1_073_741_827 * 1_073_741_831, factors)  # two primes
+    main = threading.main_thread().ident
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        solved(model, factors, seconds=300)
+    assert signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)  # kills the process if the solver has changed it
