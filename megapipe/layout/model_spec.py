@@ -1,5 +1,7 @@
 """Makes the model spec of a configuration: the model with resolved sizes, as the run uses it."""
 
+from typing import TYPE_CHECKING
+
 from megapipe.config.config import Config
 from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
@@ -13,7 +15,10 @@ from megapipe.model.gpt.checks import resolved
 from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.gpt.model_spec import GPTSpec
 from megapipe.model.interface import ModelSpec, RunShape
-from megapipe.util.user_code import UserCode
+from megapipe.util.user_code import UserCode, is_class_name
+
+if TYPE_CHECKING:
+    from megapipe.model.hf.source import ClassSource
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
 """Keys of the section `model` that may be set together with a user-defined model."""
@@ -33,7 +38,32 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
     if model.source is None:
         return resolved(model, tokenizer_size, config.train.sequence_length)
     _refuse_sizes(model)
+    if is_class_name(model.source):
+        return _class_model(model, tokenizer_size)
     return model.model_copy(update={"vocab_size": model.vocab_size or tokenizer_size})
+
+
+def _class_model(model: ModelConfig, tokenizer_size: int | None) -> ModelConfig:
+    """Return the section for a class of transformers, with the class's size of the vocabulary."""
+    size = _class_source(model).vocab_size
+    if model.vocab_size not in (None, size):
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size}: the class of model.source={model.source} has "
+            f"{size} token ids; leave the key out"
+        )
+    if tokenizer_size is not None and tokenizer_size > size:
+        raise ConfigError(
+            f"model.source={model.source} has {size} token ids: expected at least the "
+            f"{tokenizer_size} of data.tokenizer"
+        )
+    return model.model_copy(update={"vocab_size": size})
+
+
+def _class_source(model: ModelConfig) -> "ClassSource":
+    from megapipe.model.hf.source import ClassSource  # loads transformers
+
+    assert model.source is not None
+    return ClassSource(model.source, tuple(model.options.items()), model.dtype)
 
 
 def _refuse_sizes(model: ModelConfig) -> None:
@@ -89,6 +119,12 @@ def make_model_spec(model: ModelConfig, conditions: RunShape) -> ModelSpec:
     """Make the spec of a resolved section `model`. Raises ConfigError for a wrong `source`."""
     if model.source is None:
         return GPTSpec(model, conditions)
+    if is_class_name(model.source):
+        from megapipe.model.hf.model_spec import TransformersSpec
+
+        return TransformersSpec(
+            model.source, model.options, model.dtype, model.vocab_size, conditions
+        )
     code = UserCode(model.source, what="model.source=", error=ConfigError)
     if isinstance(code.function, type) and issubclass(code.function, ModelSpec):
         try:

@@ -27,12 +27,19 @@ run as if it were done."""
 ENVIRONMENT, OLD_ENVIRONMENT = "MEGAPIPE_USER_CODE", "MEGAPIPE_OWN_CODE"
 """Environment variable, and its name in version 0.1. With it a site or a user refuses all user
 code, whatever configurations say."""
+TRANSFORMERS = "hf:"
+"""Beginning of a ``model.source`` that is a class of transformers, which is no user code."""
 _SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def is_user_code(text: str) -> bool:
     """Whether `text` has the form ``module:name``; the module may have dots."""
-    return re.fullmatch(_SPEC, text) is not None
+    return re.fullmatch(_SPEC, text) is not None and not is_class_name(text)
+
+
+def is_class_name(text: str) -> bool:
+    """Whether `text` names a class of transformers, as ``hf:FOLDER``."""
+    return text.startswith(TRANSFORMERS)
 
 
 def is_source(text: str) -> bool:

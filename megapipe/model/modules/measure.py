@@ -19,7 +19,7 @@ from megapipe.layers.user_linear import Linear
 from megapipe.model.interface import Loss, TensorShape
 from megapipe.model.modules.fused_attention import SDPA_FLOPS, fused_attention
 from megapipe.model.modules.tp_dataflow import ShardDataflowCheck, one_rank
-from megapipe.model.modules.units import ModelFactory
+from megapipe.model.modules.units import LayerSource
 from megapipe.util.dtypes import Dtype
 from megapipe.util.user_code import FAILURES
 
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    source: ModelFactory,
+    source: LayerSource,
     layers: Sequence[nn.Module],
     deferred: Collection[Linear],
     loss: Loss,
@@ -63,12 +63,14 @@ def measure(
         if changed := before ^ _buffers(layer):
             name = min(name for name, *_ in changed)
             raise source.problem(
-                f"layer {number} changes its buffer {name} while it runs, and buffers are not "
+                f"{source.label(number)} changes its buffer {name} while it runs, and buffers are not "
                 "saved: expected layers with parameters as their only state (LayerNorm, not "
                 "BatchNorm)"
             )
         if any(each.is_complex() for each in y):
-            raise source.problem(f"layer {number} returns complex numbers: expected real ones")
+            raise source.problem(
+                f"{source.label(number)} returns complex numbers: expected real ones"
+            )
         found.append(one._replace(output=tuple(map(_shape, y))))
         x = tuple(_leaf(each) for each in y)
     _check_loss(loss, x if len(x) > 1 else x[0], tokens)
@@ -130,7 +132,7 @@ def _buffers(layer: nn.Module) -> set[tuple[str, Tensor, int]]:
 
 
 def _run(
-    source: ModelFactory,
+    source: LayerSource,
     number: int,
     layer: nn.Module,
     own: Sequence[Linear],
@@ -148,21 +150,21 @@ def _run(
             on = f" of one of parallel.tp={tp} ranks" if tp > 1 else ""
             text = " ".join(f"{type(error).__name__}: {error}".split())
             problem = shares.problem or f"fails on the meta device{on}: {text}{_wide(layer)}"
-            raise source.problem(f"layer {number}: {problem}") from error
+            raise source.problem(f"{source.label(number)}: {problem}") from error
     y = y if isinstance(y, tuple) else (y,)
     if not y or not all(isinstance(each, Tensor) for each in y):
         raise source.problem(
-            f"layer {number} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
+            f"{source.label(number)} returns {type(y[0]).__name__ if y else 'nothing'}: expected a "
             "tensor or a tuple of tensors"
         )
     if elsewhere := {each.device.type for each in y} - {"meta"}:
         raise source.problem(
-            f"layer {number} returns a tensor on the {elsewhere.pop()} whatever it is given: "
+            f"{source.label(number)} returns a tensor on the {elsewhere.pop()} whatever it is given: "
             "expected device=x.device where it makes one"
         )
     shares.end(y)
     if shares.problem is not None:
-        raise source.problem(f"layer {number}: {shares.problem}")
+        raise source.problem(f"{source.label(number)}: {shares.problem}")
     return y, Measured(
         flops=counter.get_total_flops(),
         deferred=sum(deferred),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megapipe.layers.parameter import Sharding
     from megapipe.model.modules.measure import Measured
     from megapipe.model.modules.stage import ModuleStage
-    from megapipe.model.modules.units import ModelFactory, ParameterPlace
+    from megapipe.model.modules.units import LayerSource, ParameterPlace
 
 STAND_IN = 257
 """Vocabulary size with which layers are measured before the tokenizer is known."""
@@ -64,13 +64,17 @@ class ModuleListSpec(ModelSpec):
     def layers(self) -> int:
         return len(self._sketch)
 
+    def numbers(self, stage: StageSpec) -> range:
+        """Return the numbers of a stage's modules in the list."""
+        return stage.layers
+
     @property
     def supports(self) -> tuple[Feature, ...]:
         split = any(place.spec.split for place in self._parameter_places)
         return ("tp",) if split else ()
 
     @cached_property
-    def _source(self) -> ModelFactory:
+    def _source(self) -> LayerSource:
         from megapipe.model.modules.units import ModelFactory
 
         return ModelFactory(
@@ -136,17 +140,17 @@ class ModuleListSpec(ModelSpec):
         for place in self._parameter_places:
             dim = place.spec.split_dim
             if dim is not None and place.spec.shape[dim] % tp:
-                raise ConfigError(
-                    f"model.source={self.source}: {place.spec.name} has {place.spec.shape[dim]} "
+                raise self._source.problem(
+                    f"{place.spec.name} has {place.spec.shape[dim]} "
                     f"{'rows' if dim == 0 else 'columns'}, which parallel.tp={tp} does not divide"
                 )
         self._check_linears()
         *inner, last = self._usual(tp)
         for number, layer in enumerate(inner):
             if not any(each.has_grad for each in layer.output):
-                raise ConfigError(
-                    f"model.source={self.source}: layer {number} returns only integers, so no "
-                    "gradient flows through it: expected floating-point values"
+                raise self._source.problem(
+                    f"{self._source.label(number)} returns only integers, so no gradient flows "
+                    "through it: expected floating-point values"
                 )
         if self.conditions.loss is None:
             self._check_logits(last.output)
@@ -159,9 +163,8 @@ class ModuleListSpec(ModelSpec):
             for path, module in layer.named_modules():
                 extra = set(module._parameters) - {"weight", "bias"}
                 if isinstance(module, Linear) and (extra or "weight" not in module._parameters):
-                    raise ConfigError(
-                        f"model.source={self.source}: layers.{number}.{path} is a "
-                        f"{type(module).__name__} with parameters other than weight and bias: "
+                    raise self._source.problem(
+                        f"layers.{number}.{path} is a {type(module).__name__} with parameters other than weight and bias: "
                         "expected nn.Linear in its place"
                     )
 
@@ -171,14 +174,15 @@ class ModuleListSpec(ModelSpec):
         shapes = [each.shape for each in output]
         fits = len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][:2] == wanted[:2]
         if not fits or shapes[0][2] < wanted[2]:
-            raise ConfigError(
-                f"model.source={self.source}: the last layer returns {shapes}, and the loss needs "
+            raise self._source.problem(
+                f"the last layer returns {shapes}, and the loss needs "
                 f"logits of shape {wanted}: [samples, tokens, vocabulary] (or set "
                 "train.loss_function)"
             )
 
     def parameters(self, stage: StageSpec) -> Iterator[ParameterSpec]:
-        return (place.spec for place in self._parameter_places if place.layer in stage.layers)
+        numbers = self.numbers(stage)
+        return (place.spec for place in self._parameter_places if place.layer in numbers)
 
     def describe(self) -> str:
         return f"{self.layers} layers of {self.source}, {self.dtype}"
@@ -189,7 +193,7 @@ class ModuleListSpec(ModelSpec):
 
     def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
         tp = self.conditions.tp
-        own = [self._usual(tp)[number] for number in stage.layers]
+        own = [self._usual(tp)[number] for number in self.numbers(stage)]
         flops = tp * self._per_token(sum(layer.flops for layer in own))
         deferred = tp * self._per_token(sum(layer.deferred for layer in own))
         return Work(F=flops, I=2 * flops - deferred, W=deferred, R=recompute * flops)
@@ -198,10 +202,11 @@ class ModuleListSpec(ModelSpec):
         return self.forward_flops(self.whole) / self.layers or 1
 
     def forward_flops(self, stage: StageSpec) -> float:
-        return float(sum(self._per_token(self._usual(1)[number].flops) for number in stage.layers))
+        measured = self._usual(1)
+        return float(sum(self._per_token(measured[n].flops) for n in self.numbers(stage)))
 
     def output_shape(self, stage: StageSpec, rows: int, length: int) -> tuple[TensorShape, ...]:
-        return self.measured(rows, length, self.conditions.tp)[stage.layers[-1]].output
+        return self.measured(rows, length, self.conditions.tp)[self.numbers(stage)[-1]].output
 
     def build(self, stage: StageSpec, sharding: Sharding) -> ModuleStage:
         """Build a stage. Its parameters have initial values, but no storage in buckets yet. Buffers
@@ -212,23 +217,26 @@ class ModuleListSpec(ModelSpec):
         from megapipe.model.modules.stage import ModuleStage
         from megapipe.model.modules.units import parameter_places
 
+        wanted, last = self.numbers(stage), len(self._sketch) - 1
+        ends = {0, last}
+        shared = any(place.spec.tied for place in self._parameter_places)
+        needed = {*wanted} | (ends if shared and ends & {*wanted} else set())
         if torch.get_default_device().type == "meta":
             made = dict(enumerate(deepcopy(list(self._sketch))))
         else:
-            made = self._source.make(self.conditions.seed, stage.layers)
-        last = self.layers - 1
-        layers = {number: made[number] for number in stage.layers}
-        found = [p for p in parameter_places(made, last, self._source) if p.layer in stage.layers]
+            made = self._source.make(self.conditions.seed, needed)
+        layers = {number: made[number] for number in wanted}
+        found = [p for p in parameter_places(made, last, self._source) if p.layer in wanted]
         if [p.spec for p in found] != list(self.parameters(stage)):
-            raise ConfigError(
-                f"model.source={self.source}: layers that share a parameter must be modules in the "
-                "list, not functions that make them"
+            raise self._source.problem(
+                "its layers have other parameters than on the meta device: expected the same layers "
+                "whenever they are made, and a parameter that two of them share to be made once"
             )
         return ModuleStage(
             layers,
             found,
             sharding,
-            first=stage.layers.start == 0,
-            last=stage.layers.stop == last + 1,
+            first=wanted.start == 0,
+            last=wanted.stop == last + 1,
             loss=self._loss,
         )

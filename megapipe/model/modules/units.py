@@ -8,9 +8,9 @@ separate seed, and is made only if its layer is needed, so large models are list
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,25 @@ from megapipe.util.user_code import FAILURES, UserCode
 
 Item = nn.Module | Callable[[], nn.Module]
 CPU = torch.device("cpu")
+
+
+class LayerSource(Protocol):
+    """What makes a model's layers, and names them."""
+
+    def problem(self, text: str) -> ConfigError:
+        """Return an error that begins with the name of the source."""
+
+    def sketch(self) -> list[nn.Module]:
+        """Make all layers without values, on torch's meta device."""
+
+    def make(self, seed: int, wanted: Collection[int]) -> dict[int, nn.Module]:
+        """Make the layers `wanted` with initial values, by number. Others may be made too."""
+
+    def module_name(self, number: int, layer: nn.Module, path: str) -> str:
+        """Return the name, in checkpoints, of the module at `path` in a layer."""
+
+    def label(self, number: int) -> str:
+        """Name a layer in messages."""
 
 
 class ModelFactory(NamedTuple):
@@ -50,7 +69,7 @@ class ModelFactory(NamedTuple):
             raise self.problem("expected a list of modules, or of functions that make them")
         return items
 
-    def make(self, seed: int, wanted: range) -> dict[int, nn.Module]:
+    def make(self, seed: int, wanted: Collection[int]) -> dict[int, nn.Module]:
         """Make modules with initial values, by layer number: every item that is a module, and the
         items in `wanted` that are functions."""
         with seeded(CPU, seed_of(seed, "model.source")), CPU:
@@ -75,6 +94,14 @@ class ModelFactory(NamedTuple):
             made = list(self.make(0, range(sys.maxsize)).values())
         tensors = [t for module in made for t in (*module.parameters(), *module.buffers())]
         return deepcopy(made, {id(tensor): _without_values(tensor) for tensor in tensors})
+
+    def module_name(self, number: int, layer: nn.Module, path: str) -> str:
+        """Return the name, in checkpoints, of the module at `path` in a layer."""
+        return f"layers.{number}.{path}".rstrip(".")
+
+    def label(self, number: int) -> str:
+        """Name a layer in messages."""
+        return f"layer {number}"
 
     def module(self, number: int, item: Item) -> nn.Module:
         """Return an item of the list as a module, calling it if it is a function."""
@@ -112,7 +139,7 @@ class _Occurrence(NamedTuple):
 
 
 def parameter_places(
-    layers: Mapping[int, nn.Module], last: int, source: ModelFactory
+    layers: Mapping[int, nn.Module], last: int, source: LayerSource
 ) -> Iterator[ParameterPlace]:
     """Yield all parameters of `layers`. `last`: index of the model's last layer.
 
@@ -122,7 +149,7 @@ def parameter_places(
     occurrences: dict[Parameter, list[_Occurrence]] = {}
     for number, layer in layers.items():
         for path, module in layer.named_modules():
-            name = f"layers.{number}.{path}".rstrip(".")
+            name = source.module_name(number, layer, path)
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     occurrence = _Occurrence(number, name, module, attribute)
@@ -147,7 +174,7 @@ def parameter_places(
 
 
 def _uses(
-    parameter: Parameter, occurrences: Sequence[_Occurrence], last: int, source: ModelFactory
+    parameter: Parameter, occurrences: Sequence[_Occurrence], last: int, source: LayerSource
 ) -> Iterator[ParameterPlace]:
     """Yield every use of `parameter`. Its gradient is computed by autograd, not deferred."""
     first = occurrences[0]

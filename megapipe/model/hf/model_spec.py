@@ -1,0 +1,69 @@
+"""The spec of a model that is a class of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megapipe.model.hf.factory import UnitFactory
+from megapipe.model.hf.source import ClassSource
+from megapipe.model.modules.model_spec import ModuleListSpec
+from megapipe.model.partition import StageSpec
+
+if TYPE_CHECKING:
+    from megapipe.model.interface import TensorShape
+
+
+@dataclass(frozen=True)
+class TransformersSpec(ModuleListSpec):
+    """A class of transformers, cut into embedding, layers and head. Parameters have its names."""
+
+    has_embedding_and_head = True
+
+    @cached_property
+    def _source(self) -> UnitFactory:
+        return _factory(ClassSource(self.source, tuple(self.options.items()), self.own_dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._source.source.vocab_size
+
+    @property
+    def layers(self) -> int:
+        return len(self._source.outline.forms)
+
+    def numbers(self, stage: StageSpec) -> range:
+        start = stage.layers.start + (not stage.embedding)
+        return range(start, stage.layers.stop + 1 + stage.head)
+
+    def kind(self, layer: int) -> Hashable:
+        return tuple(_traits(self._sketch[layer + 1]))
+
+    def describe(self) -> str:
+        name = type(self._source.on_meta).__name__
+        return f"{name} of transformers, {self.layers} layers, {self.dtype}"
+
+    def _check_logits(self, output: Sequence[TensorShape]) -> None:
+        """Accept any width: the class decides it."""
+
+
+@lru_cache(maxsize=4)
+def _factory(source: ClassSource) -> UnitFactory:
+    """Return the factory of a source; specs of one run share it, since it takes seconds."""
+    return UnitFactory(source)
+
+
+def _traits(module: nn.Module) -> Iterator[Any]:
+    """Yield what layers that differ only in the values of their weights have in common."""
+    for path, each in module.named_modules():
+        yield path, type(each).__name__
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            yield name, None if tensor is None else tuple(tensor.shape)
+        for name, value in sorted(vars(each).items()):
+            plain = isinstance(value, (str, int, float, bool, type(None)))
+            if plain and name not in ("layer_idx", "number", "outside"):
+                yield name, value

@@ -1,0 +1,158 @@
+"""Reads ``model.source=hf:...``: a folder or a name of transformers, or a configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import logging as transformers_logging
+
+from megapipe.convert.hub import local_folder
+from megapipe.convert.tensor_files import TensorFiles
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.hf import experts
+from megapipe.text import one_line
+from megapipe.util.dtypes import Dtype
+from megapipe.util.paths import user_path
+from megapipe.util.user_code import TRANSFORMERS
+
+REMOTE_CODE = "trust_remote_code"
+"""Option of such a model: whether Python code of the folder may be run."""
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """A class of transformers and its configuration.
+
+    Raises ConfigError for one that cannot be read.
+    """
+
+    text: str
+    """Value of ``model.source``."""
+    option_items: tuple[tuple[str, Any], ...]
+    """Items of ``model.options``."""
+    dtype: Dtype
+    """Value of ``model.dtype``."""
+
+    def problem(self, text: str) -> ConfigError:
+        return ConfigError(f"model.source={self.text}: {text}")
+
+    @property
+    def _name(self) -> str:
+        return self.text.removeprefix(TRANSFORMERS)
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """The folder with weights; None: the source is a configuration alone."""
+        if self._name.endswith(".json"):
+            return None
+        try:
+            return local_folder(self._name)
+        except CheckpointError as error:
+            raise self.problem(str(error)) from None
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration, an object of transformers."""
+        if unknown := sorted(dict(self.option_items).keys() - {REMOTE_CODE}):
+            raise self.problem(
+                f"there is no option model.options.{unknown[0]}: expected {REMOTE_CODE}"
+            )
+        path = user_path(self._name) if self.folder is None else self.folder
+        if not path.exists():
+            raise self.problem(f"{path}: no such file")
+        try:
+            config = AutoConfig.from_pretrained(
+                path, trust_remote_code=self._trusted, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+            raise self.problem(self._reason(error)) from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise self.problem("its weights are quantized: expected a folder in bf16, fp16 or fp32")
+        return config
+
+    def _reason(self, error: Exception) -> str:
+        if "trust_remote_code" in str(error):
+            return (
+                "its class is Python code of the folder, which is not run: expected a class of "
+                f"transformers, or model.options.{REMOTE_CODE}=true if you trust the code"
+            )
+        return f"transformers cannot read the configuration: {one_line(error)}"
+
+    @property
+    def _trusted(self) -> bool:
+        return dict(self.option_items).get(REMOTE_CODE) is True
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the class."""
+        size: int = self.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    @cached_property
+    def files(self) -> TensorFiles | None:
+        """The tensors of the folder; None: the source is a configuration alone."""
+        if self.folder is None:
+            return None
+        try:
+            return TensorFiles.open(self.folder)
+        except CheckpointError as error:
+            raise self.problem(
+                f"{error}; for random weights name its config.json: "
+                f"{TRANSFORMERS}{self.folder / 'config.json'}"
+            ) from None
+
+    def on_meta(self) -> Any:
+        """Make the class on torch's meta device."""
+        with torch.device("meta"):
+            return self._make()
+
+    def without_weights(self) -> Any:
+        """Make the class with buffers on the CPU, and its parameters on the meta device."""
+        with torch.device("cpu"), parameters_on_meta():
+            return self._make()
+
+    def _make(self) -> Any:
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        experts.register()
+        try:
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(self.config),
+                dtype=TORCH_DTYPES[self.dtype],
+                trust_remote_code=self._trusted,
+                experts_implementation=experts.NAME,
+            )
+        except (ValueError, ImportError, NotImplementedError, AttributeError, TypeError) as error:
+            raise self.problem(
+                f"transformers cannot make the class: {self._reason(error)}"
+            ) from error
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        return model.train()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within the context, parameters of new modules are on torch's meta device."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

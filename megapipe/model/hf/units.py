@@ -1,0 +1,99 @@
+"""The units of a transformers class: embedding, layers, and head. Each is a module of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.model.hf.calls import LayerCalls
+from megapipe.model.hf.outline import Outline
+from megapipe.model.hf.stand_ins import ReachedError, suppressed_packing
+
+
+class Unit(nn.Module):
+    """A unit of a class. Its parameters have the class's names, with another beginning."""
+
+    inside: str
+    """Path of the class's module in this one."""
+    outside: str
+    """Path of the same module in the class."""
+
+    def name_in_class(self, path: str) -> str:
+        """Return the class's name of what is at `path` in this unit."""
+        rest = path.removeprefix(self.inside).removeprefix(".")
+        return ".".join(filter(None, (self.outside, rest)))
+
+
+class EmbeddingUnit(Unit):
+    """What the class does before its layers: tokens [b, s] -> hidden state [b, s, h]."""
+
+    inside, outside = "core", ""
+
+    def __init__(self, model: nn.Module, outline: Outline) -> None:
+        super().__init__()
+        self.core, (first, *_) = outline.around(model, keep=outline.before)
+        first.ends = True
+        self.stack = outline.stack
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stand_ins: Any = self.core.get_submodule(self.stack)
+        with suppressed_packing():
+            try:
+                self.core(input_ids=tokens, use_cache=False)
+            except ReachedError:
+                x: Tensor = stand_ins[0].hidden
+                stand_ins[0].hidden = stand_ins[0].call = None
+                return x
+        raise AssertionError("a forward passed its first layer")
+
+
+class LayerUnit(Unit):
+    """A layer, called as the class calls it: hidden state [b, s, h] -> hidden state."""
+
+    inside = "layer"
+
+    def __init__(self, layer: nn.Module, number: int, outline: Outline, calls: LayerCalls) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+        self.outside = f"{outline.stack}.{number}"
+        self.__dict__["calls"] = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        args, kwargs = self.__dict__["calls"].calls(x)[self.number]
+        y = self.layer(x, *args, **kwargs)
+        return y[0] if isinstance(y, tuple) else y
+
+
+class HeadUnit(Unit):
+    """What the class does after its layers: hidden state [b, s, h] -> logits [b, s, V]."""
+
+    inside, outside = "core", ""
+
+    def __init__(self, model: nn.Module, outline: Outline) -> None:
+        super().__init__()
+        self.core, _ = outline.around(model, keep=outline.after)
+        self.stack = outline.stack
+
+    def forward(self, x: Tensor) -> Tensor:
+        stand_ins: Any = self.core.get_submodule(self.stack)
+        ids = torch.zeros(*x.shape[:2], dtype=torch.int64, device=x.device)
+        stand_ins[-1].given = x
+        with suppressed_packing():
+            logits: Tensor = self.core(input_ids=ids, use_cache=False).logits
+        for each in stand_ins:
+            each.given = each.hidden = each.call = None
+        return logits
+
+
+def units_of(model: nn.Module, outline: Outline, calls: LayerCalls) -> list[Unit]:
+    """Return the units of a class, which share its tensors."""
+    return [
+        EmbeddingUnit(model, outline),
+        *(
+            LayerUnit(each, number, outline, calls)
+            for number, each in enumerate(outline.layers(model))
+        ),
+        HeadUnit(model, outline),
+    ]
