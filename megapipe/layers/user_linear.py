@@ -81,12 +81,18 @@ class RowLinear(Linear):
 
 
 def user_parameter(
-    parameter: Parameter, name: str, *, is_embedding: bool = False, use: int | None = None
+    parameter: Parameter,
+    name: str,
+    *,
+    is_embedding: bool = False,
+    use: int | None = None,
+    heads_partial: bool = False,
 ) -> ParameterSpec:
     """Return the spec of a plain parameter, with the current values.
 
     Autograd computes its gradient, within ``I``. Weight decay applies to two dimensions or more.
     `use`: 0 for a tied parameter in the model's first layer, 1 in the last; None: not tied.
+    `heads_partial`: whether each tp rank computes a part of the gradient, from its own heads.
     """
     return ParameterSpec(
         name=name,
@@ -96,5 +102,6 @@ def user_parameter(
         grad_by_autograd=True,
         tied=use is not None,
         use=use or 0,
+        heads_partial=heads_partial,
         initial=InitialValues(parameter.detach()),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -273,6 +273,29 @@ def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
         place.spec.name: place.module._parameters[place.attribute]
         for place in parameter_places(dict(enumerate(layers)), own.depth - 1, source)
     }
+
+    def forward(tokens: Tensor) -> Tensor:
+        x: Any = (tokens,)
+        for layer in layers:
+            x = layer(*x)
+            x = x if isinstance(x, tuple) else (x,)
+        logits: Tensor = x[0]
+        return logits
+
+    return plain_steps(own.case, config, named, forward, rates)
+
+
+def plain_steps(
+    case: Case,
+    config: Config,
+    named: Mapping[str, Any],
+    forward: Callable[[Tensor], Tensor],
+    rates: Sequence[float],
+) -> tuple[Params, list[Step]]:
+    """Return the initial weights and the steps of one process of plain torch.
+
+    `named`: parameters by name; `forward`: tokens [b, s] -> logits [b, s, V].
+    """
     groups: dict[bool, list[Any]] = {True: [], False: []}
     for parameter in named.values():
         groups[parameter.dim() >= 2].append(parameter)
@@ -287,12 +310,9 @@ def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
     initial = {name: p.detach().clone() for name, p in named.items()}
     steps = []
     for number, rate in enumerate(rates):
-        tokens, labels, mask = batch_of(own.case, number)
-        x: Any = (tokens,)
-        for layer in layers:
-            x = layer(*x)
-            x = x if isinstance(x, tuple) else (x,)
-        losses = functional.cross_entropy(x[0].flatten(0, 1), labels.flatten(), reduction="none")
+        tokens, labels, mask = batch_of(case, number)
+        logits = forward(tokens)
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (losses * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
@@ -305,25 +325,30 @@ def train_plain(own: Own, rates: Sequence[float]) -> tuple[Params, list[Step]]:
             group["lr"] = rate
         optimizer.step()
         after = {name: p.detach().clone() for name, p in named.items()}
-        steps.append(Step(loss.item(), grads, norm, after, Told(own.case.batch)))
+        steps.append(Step(loss.item(), grads, norm, after, Told(case.batch)))
     return initial, steps
 
 
 def check_own(own: Own, outcomes: Sequence[Outcome]) -> None:
     """Check loss, every gradient, gradient norm and weights against a single process, to 1e-10."""
+    check_steps(outcomes, *train_plain(own, outcomes[0].rates))
+
+
+def check_steps(
+    outcomes: Sequence[Outcome], initial: Params, steps: Sequence[Step], tolerance: float = 1e-10
+) -> None:
+    """Check loss, every gradient, gradient norm and weights of each step."""
     from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 
-    first = outcomes[0]
-    initial, steps = train_plain(own, first.rates)
     start = assemble([outcome.values[0].get("model", []) for outcome in outcomes], initial)
     assert all(start[name].equal(tensor) for name, tensor in initial.items())
     for i, step in enumerate(steps):
         for outcome in outcomes:
-            assert_scalar_close("loss", outcome.losses[i], step.loss, 1e-10)
-            assert_scalar_close("norm", outcome.norms[i], step.grad_norm, 1e-10)
+            assert_scalar_close("loss", outcome.losses[i], step.loss, tolerance)
+            assert_scalar_close("norm", outcome.norms[i], step.grad_norm, tolerance)
         grads = assemble([outcome.grads[i] for outcome in outcomes], initial)
-        assert_grads_close(grads, step.grads)
+        assert_grads_close(grads, step.grads, tolerance)
         weights = assemble(
             [outcome.values[i + 1].get("model", []) for outcome in outcomes], initial
         )
-        assert_weights_close(weights, step.params, first.rates[i])
+        assert_weights_close(weights, step.params, outcomes[0].rates[i], tolerance)

@@ -12,20 +12,14 @@ from torch import nn
 
 from megapipe.errors import ConfigError
 from megapipe.layers.rng import seed_of, seeded
-from megapipe.layers.user_linear import Linear
 from megapipe.model.hf.calls import LayerCalls
 from megapipe.model.hf.outline import Outline, UnfitClassError, outline_of
 from megapipe.model.hf.source import ClassSource
+from megapipe.model.hf.tensor_parallel import plan_of, split_units
 from megapipe.model.hf.units import Unit, units_of
 from megapipe.model.hf.weights import FolderWeights, Known, draw_weights
 
 CPU = torch.device("cpu")
-
-
-def defer_weight_gradient(module: nn.Linear) -> None:
-    """Make a linear layer one whose weight gradient is deferred to W."""
-    module.__class__ = Linear
-    module.bound = None  # type: ignore[assignment]
 
 
 class UnitFactory:
@@ -77,9 +71,7 @@ class UnitFactory:
     def _units(self) -> list[Unit]:
         """The units without values of their parameters."""
         units = units_of(self._bare, self.outline, self._calls)
-        for module in (each for unit in units for each in unit.modules()):
-            if type(module) is nn.Linear:
-                defer_weight_gradient(module)
+        split_units(units, plan_of(self._bare))
         return units
 
     @cached_property

@@ -131,5 +131,5 @@ def replaced(module: nn.Module, instead: Mapping[str, nn.Module]) -> nn.Module:
 def suppressed_packing() -> Iterator[None]:
     """Within the context, transformers does not look for packed documents in positions, which asks
     for values: documents are given by the run."""
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None):
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
         yield

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +39,7 @@ def measure(
     source: LayerSource,
     layers: Sequence[nn.Module],
     deferred: Collection[Linear],
+    partial: Collection[Parameter],
     loss: Loss,
     tokens: tuple[int, int],
     dtype: Dtype,
@@ -46,7 +48,8 @@ def measure(
     """Measure each layer on one of `tp` ranks by running it on the meta device.
 
     `tokens`: number of sequences, and their length. `deferred`: linear layers with deferred weight
-    gradients. Raises :class:`ConfigError` if a layer fails on the meta device, returns anything but
+    gradients. `partial`: parameters between split layers whose gradients are summed over tp. Raises
+    :class:`ConfigError` if a layer fails on the meta device, returns anything but
     tensors, or would be wrong on several ranks, or if `loss` returns no scalar.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
@@ -59,12 +62,12 @@ def measure(
         before = _buffers(layer)
         own = [m for m in layer.modules() if isinstance(m, Linear) and m in deferred]
         with one_rank(own, tp):
-            y, one = _run(source, number, layer, own, x, tp)
+            y, one = _run(source, number, layer, own, partial, x, tp)
         if changed := before ^ _buffers(layer):
             name = min(name for name, *_ in changed)
             raise source.problem(
-                f"{source.label(number)} changes its buffer {name} while it runs, and buffers are not "
-                "saved: expected layers with parameters as their only state (LayerNorm, not "
+                f"{source.label(number)} changes its buffer {name} while it runs, and buffers are "
+                "not saved: expected layers with parameters as their only state (LayerNorm, not "
                 "BatchNorm)"
             )
         if any(each.is_complex() for each in y):
@@ -136,11 +139,12 @@ def _run(
     number: int,
     layer: nn.Module,
     own: Sequence[Linear],
+    partial: Collection[Parameter],
     x: tuple[Tensor, ...],
     tp: int,
 ) -> tuple[tuple[Tensor, ...], Measured]:
     """Run a layer; return its output, and its measured sizes without those of the output."""
-    shares = ShardDataflowCheck(layer, own, tp)
+    shares = ShardDataflowCheck(layer, own, partial, tp)
     counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     one_type, fused = _OneType(), fused_attention()
     with _hooked(own, shares) as deferred, one_type, counter, fused, shares:
@@ -159,8 +163,8 @@ def _run(
         )
     if elsewhere := {each.device.type for each in y} - {"meta"}:
         raise source.problem(
-            f"{source.label(number)} returns a tensor on the {elsewhere.pop()} whatever it is given: "
-            "expected device=x.device where it makes one"
+            f"{source.label(number)} returns a tensor on the {elsewhere.pop()} whatever it is "
+            "given: expected device=x.device where it makes one"
         )
     shares.end(y)
     if shares.problem is not None:

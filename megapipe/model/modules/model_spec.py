@@ -9,7 +9,6 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megapipe.errors import ConfigError
 from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.specs import ParameterSpec
 from megapipe.model.interface import (
@@ -28,6 +27,7 @@ from megapipe.util.dtypes import Dtype
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn import Parameter
 
     from megapipe.layers.parameter import Sharding
     from megapipe.model.modules.measure import Measured
@@ -113,12 +113,20 @@ class ModuleListSpec(ModelSpec):
                 self._source,
                 self._sketch,
                 {place.module for place in deferred if isinstance(place.module, Linear)},
+                self._partial,
                 self._loss,
                 (rows, length),
                 self.dtype,
                 tp,
             )
         return self._measured[rows, length, tp]
+
+    @property
+    def _partial(self) -> Sequence[Parameter]:
+        """The parameters between split layers whose gradients are summed over tp."""
+        places = (place for place in self._parameter_places if place.spec.heads_partial)
+        found = (place.module._parameters[place.attribute] for place in places)
+        return [each for each in found if each is not None]
 
     def _usual(self, tp: int) -> list[Measured]:
         """Measure each layer for a whole micro-batch of whole sequences, on one of `tp` ranks."""
@@ -164,7 +172,8 @@ class ModuleListSpec(ModelSpec):
                 extra = set(module._parameters) - {"weight", "bias"}
                 if isinstance(module, Linear) and (extra or "weight" not in module._parameters):
                     raise self._source.problem(
-                        f"layers.{number}.{path} is a {type(module).__name__} with parameters other than weight and bias: "
+                        f"{self._source.module_name(number, layer, path)} is a "
+                        f"{type(module).__name__} with parameters other than weight and bias: "
                         "expected nn.Linear in its place"
                     )
 
@@ -229,8 +238,9 @@ class ModuleListSpec(ModelSpec):
         found = [p for p in parameter_places(made, last, self._source) if p.layer in wanted]
         if [p.spec for p in found] != list(self.parameters(stage)):
             raise self._source.problem(
-                "its layers have other parameters than on the meta device: expected the same layers "
-                "whenever they are made, and a parameter that two of them share to be made once"
+                "its layers have other parameters than on the meta device: expected the same "
+                "layers whenever they are made, and a parameter that two of them share to be made "
+                "once"
             )
         return ModuleStage(
             layers,

@@ -46,13 +46,21 @@ def one_rank(modules: Iterable[Linear], tp: int) -> Iterator[None]:
 class ShardDataflowCheck(TorchDispatchMode):
     """Mode that checks a forward of `layer` on one of `tp` ranks; `problem` is the first error.
 
-    `deferred`: linear layers of `layer` with deferred weight gradients.
+    `deferred`: linear layers of `layer` with deferred weight gradients. `partial`: parameters whose
+    gradients are summed over tp, which may be used between split layers.
     """
 
-    def __init__(self, layer: nn.Module, deferred: Collection[Linear], tp: int) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        deferred: Collection[Linear],
+        partial: Collection[Parameter],
+        tp: int,
+    ) -> None:
         super().__init__()
         self.problem: str | None = None
         self._tp = tp
+        self._partial = {storage(parameter) for parameter in partial}
         self._names = {storage(p): name for name, p in layer.named_parameters()}
         self._waiting = {storage(p) for module in deferred for p in module.parameters()}
         self._paths = {module: path for path, module in layer.named_modules()}
@@ -107,12 +115,18 @@ class ShardDataflowCheck(TorchDispatchMode):
                     f"{self._names[each]} is used outside of its layer, but its gradient is "
                     "deferred to W: expected nn.Linear in its place"
                 )
-            elif of_share and each in self._names:
+            elif of_share and each in self._names and each not in self._partial:
                 self._found(
                     f"{self._names[each]} is used between a ColumnLinear and a RowLinear, "
                     f"where each of parallel.tp={self._tp} ranks would have only a part of "
                     "its gradient: move it out of that range"
                 )
+        if of_share and any(map(self._needs_sum, tensors)):
+            self._found(
+                f"a value that all of parallel.tp={self._tp} ranks have is used between a "
+                "ColumnLinear and a RowLinear, where each would have only a part of its gradient: "
+                "expected it to pass a ColumnLinear first"
+            )
         widths = [each.shape[-1:] for each in tensors if self._is_share(each)]
         drawn = [each.shape[-1:] for each in tensors if self._is_drawn(each)]
         if of_share and (_draws(func) or any(one in widths and one != (1,) for one in drawn)):
@@ -121,6 +135,11 @@ class ShardDataflowCheck(TorchDispatchMode):
                 f"RowLinear would be the same on each of parallel.tp={self._tp} ranks: expected "
                 "dropout after the RowLinear"
             )
+
+    def _needs_sum(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a gradient to which each rank would add a part."""
+        known = storage(tensor) in self._names
+        return tensor.requires_grad and not known and not self._is_share(tensor)
 
     def _is_share(self, tensor: Tensor) -> bool:
         return storage(tensor) in self._shares

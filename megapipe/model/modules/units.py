@@ -24,6 +24,9 @@ from megapipe.util.user_code import FAILURES, UserCode
 
 Item = nn.Module | Callable[[], nn.Module]
 CPU = torch.device("cpu")
+HEADS_PARTIAL = "heads_partial"
+"""Attribute of a module between a ColumnLinear and a RowLinear, such as a norm of heads: if it is
+true, the gradients of its parameters are summed over tp."""
 
 
 class LayerSource(Protocol):
@@ -188,5 +191,8 @@ def _uses(
     for occurrence in occurrences:
         use = None if len(holders) == 1 else int(occurrence.layer == last)
         name = f"{first.name}.{first.attribute}"
-        spec = user_parameter(parameter, name, is_embedding=is_embedding, use=use)
+        partial = getattr(occurrence.module, HEADS_PARTIAL, False)
+        spec = user_parameter(
+            parameter, name, is_embedding=is_embedding, use=use, heads_partial=partial
+        )
         yield ParameterPlace(occurrence.layer, occurrence.module, occurrence.attribute, spec)

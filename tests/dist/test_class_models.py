@@ -1,0 +1,82 @@
+"""Classes of transformers compute in every layout what the untouched class does in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.testing import run_world
+from tests.parity.cases import Case
+from tests.parity.class_models import (
+    FAMILIES,
+    ClassCase,
+    check_class,
+    make_class,
+    run_classes,
+    settle,
+)
+from tests.parity.tiers import in_parts
+
+IN_FP32 = {"deepseek_v3", "gemma3_text", "qwen3_next"}
+"""Families whose classes compute routers, norms or recurrences in fp32, whatever their type."""
+UNSPLIT = {"phi3", "gpt_oss", "qwen3_next"}
+"""Families without a plan that splits layers over tp."""
+PIPELINES = [
+    Case(pp=2, m=3, masked=0.3, steps=3),
+    Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, steps=3),
+    Case(pp=2, chunks=2, schedule="interleaved_1f1b", m=4, steps=3),
+    Case(pp=4, schedule="zb_h1", m=4, steps=3),
+]
+SPLIT = [
+    Case(tp=2, m=2, masked=0.3, steps=3),
+    Case(tp=2, pp=2, m=3, schedule="zb_h1", steps=3),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which each family's folder is made when it is needed."""
+    yield tmp_path_factory.mktemp("classes")
+
+
+def folder_of(folders: Path, family: str) -> Path:
+    path = folders / family
+    if not path.exists():
+        make_class(family).save_pretrained(path)
+    return path
+
+
+def check(folder: Path, cases: Sequence[Case]) -> None:
+    """Train a class in all layouts, those with equally many processes in one world."""
+    tolerance = 1e-7 if folder.name in IN_FP32 else 1e-9
+    for size in sorted({case.world for case in cases}):
+        group = [ClassCase(folder, case) for case in cases if case.world == size]
+        results = run_world(size, run_classes, group)
+        for number, one in enumerate(group):
+            try:
+                check_class(one, [outcomes[number] for outcomes in results], tolerance)
+            except AssertionError as error:
+                error.add_note(f"{folder.name}: {one.case.name}")
+                raise
+
+
+@in_parts("family", FAMILIES, default=["smollm3"], full=["gpt_oss", "deepseek_v3"])
+def test_pipelines(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), PIPELINES)
+
+
+@in_parts(
+    "family", [each for each in FAMILIES if each not in UNSPLIT], default=["qwen3"], full=["mixtral"]
+)
+def test_tensor_parallel(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), SPLIT)
+
+
+@pytest.mark.parametrize("family", sorted(UNSPLIT))
+def test_a_class_without_a_plan_is_refused(family: str, folders: Path) -> None:
+    one = ClassCase(folder_of(folders, family), SPLIT[0])
+    with pytest.raises(ConfigError, match=r"parallel\.tp=2"):
+        settle(one)

@@ -1,0 +1,155 @@
+"""Small models of transformers classes, their training in layouts, and in the untouched class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megapipe import TrainStep
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.layout.layout import Layout
+from megapipe.layout.resolve import resolve
+from megapipe.model.hf import experts
+from megapipe.plan.measurements import BY_UNITS
+from megapipe.testing import World
+from tests.parity.cases import Case, configure
+from tests.parity.outcome import Outcome
+from tests.parity.ranks import train
+from tests.parity.reference import Params, Step
+from tests.parity.user_models import check_steps, plain_steps
+
+VOCAB = 300
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "olmo2": {},
+    "phi3": {},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+    },
+    "glm": {},
+    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6},
+    "deepseek_v3": {
+        **MOE,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "qwen3_next": {
+        **MOE,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}
+"""Settings of each family beside :data:`SIZES`, by its name in transformers."""
+
+
+def make_class(family: str) -> Any:
+    """Make a class in fp64 with random values in every tensor, those of norms included."""
+    experts.register()
+    settings = {**SIZES, **FAMILIES[family]}
+    config = AutoConfig.for_model(family, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, experts_implementation=experts.NAME
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
+    return model.train()
+
+
+@dataclass(frozen=True)
+class ClassCase:
+    """A class in a folder, in a layout."""
+
+    folder: Path
+    case: Case
+
+
+def settle(one: ClassCase) -> tuple[Config, Layout]:
+    """Return the resolved configuration, and the layout."""
+    config, _ = configure(one.case)
+    model = ModelConfig(source=f"hf:{one.folder}", dtype="fp64")
+    return resolve(
+        config.model_copy(update={"model": model}), one.case.world, None, measure=BY_UNITS
+    )
+
+
+def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:
+    """Train each class on this rank."""
+    results = []
+    for one in every:
+        try:
+            config, layout = settle(one)
+            step = TrainStep(config, layout, world.mesh(one.case.grid))
+            results.append(train(step, one.case, validate=False))
+        except Exception as error:
+            error.add_note(f"{one.folder.name}: {one.case.name}")
+            raise
+    return results
+
+
+def check_class(one: ClassCase, outcomes: Sequence[Outcome], tolerance: float) -> None:
+    """Check all that a layout computed against the untouched class in one process."""
+    check_steps(outcomes, *train_untouched(one, outcomes[0].rates), tolerance)
+
+
+def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, list[Step]]:
+    """Return the initial weights, and the steps of the class in plain torch."""
+    model = AutoModelForCausalLM.from_pretrained(
+        one.folder, dtype=torch.float64, experts_implementation=experts.NAME
+    ).train()
+    config, _ = settle(one)
+    named = dict(model.named_parameters())
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    return plain_steps(one.case, config, named, forward, rates)
