@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapipe import TrainStep
@@ -104,12 +106,41 @@ def make_class(family: str) -> Any:
     return model.train()
 
 
+class AllInDouble(TorchFunctionMode):
+    """Mode in which fp64 tensors stay fp64: a class that computes routers, norms or recurrences in
+    fp32 computes them in fp64 too, so that layouts agree as far as those of other classes."""
+
+    CASTS = (torch.Tensor.to, torch.Tensor.type)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in args):
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in self.CASTS:
+                args = tuple(_widened(each) for each in args)
+            if "dtype" in kwargs:
+                kwargs["dtype"] = _widened(kwargs["dtype"])
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
 @dataclass(frozen=True)
 class ClassCase:
     """A class in a folder, in a layout."""
 
     folder: Path
     case: Case
+    all_in_double: bool = False
+    """Whether :class:`AllInDouble` holds."""
+
+    def mode(self) -> AbstractContextManager[Any]:
+        return AllInDouble() if self.all_in_double else nullcontext()
 
 
 def settle(one: ClassCase) -> tuple[Config, Layout]:
@@ -128,16 +159,19 @@ def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:
         try:
             config, layout = settle(one)
             step = TrainStep(config, layout, world.mesh(one.case.grid))
-            results.append(train(step, one.case, validate=False))
+            with one.mode():
+                results.append(train(step, one.case, validate=False))
         except Exception as error:
             error.add_note(f"{one.folder.name}: {one.case.name}")
             raise
     return results
 
 
-def check_class(one: ClassCase, outcomes: Sequence[Outcome], tolerance: float) -> None:
+def check_class(one: ClassCase, outcomes: Sequence[Outcome]) -> None:
     """Check all that a layout computed against the untouched class in one process."""
-    check_steps(outcomes, *train_untouched(one, outcomes[0].rates), tolerance)
+    with one.mode():
+        initial, steps = train_untouched(one, outcomes[0].rates)
+    check_steps(outcomes, initial, steps, 1e-9)
 
 
 def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, list[Step]]:

@@ -36,9 +36,9 @@ class TransformersSpec(ModuleListSpec):
     def layers(self) -> int:
         return len(self._source.outline.forms)
 
-    def numbers(self, stage: StageSpec) -> range:
-        start = stage.layers.start + (not stage.embedding)
-        return range(start, stage.layers.stop + 1 + stage.head)
+    def numbers(self, stage: StageSpec) -> Sequence[int]:
+        inner = [layer + 1 for layer in stage.layers]
+        return [*[0] * stage.embedding, *inner, *[self.layers + 1] * stage.head]
 
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))

@@ -64,7 +64,7 @@ class ModuleListSpec(ModelSpec):
     def layers(self) -> int:
         return len(self._sketch)
 
-    def numbers(self, stage: StageSpec) -> range:
+    def numbers(self, stage: StageSpec) -> Sequence[int]:
         """Return the numbers of a stage's modules in the list."""
         return stage.layers
 
@@ -246,7 +246,7 @@ class ModuleListSpec(ModelSpec):
             layers,
             found,
             sharding,
-            first=wanted.start == 0,
-            last=wanted.stop == last + 1,
+            first=0 in wanted,
+            last=last in wanted,
             loss=self._loss,
         )

@@ -60,7 +60,9 @@ class ShardDataflowCheck(TorchDispatchMode):
         super().__init__()
         self.problem: str | None = None
         self._tp = tp
-        self._partial = {storage(parameter) for parameter in partial}
+        self._partial: dict[Any, Tensor] = {storage(each): each for each in partial}
+        """Parameters whose gradients are summed over tp, and tensors computed only from them, by
+        storage."""
         self._names = {storage(p): name for name, p in layer.named_parameters()}
         self._waiting = {storage(p) for module in deferred for p in module.parameters()}
         self._paths = {module: path for path, module in layer.named_modules()}
@@ -104,6 +106,8 @@ class ShardDataflowCheck(TorchDispatchMode):
         made = {storage(each): each for each in tree_leaves(y) if isinstance(each, Tensor)}
         if of_share:
             self._shares.update(made)
+        elif self._only_partial(tensors):
+            self._partial.update(made)
         elif _draws(func) or (tensors and all(map(self._is_drawn, tensors))):
             self._drawn.update(made)
         return y
@@ -138,8 +142,14 @@ class ShardDataflowCheck(TorchDispatchMode):
 
     def _needs_sum(self, tensor: Tensor) -> bool:
         """Whether a tensor has a gradient to which each rank would add a part."""
-        known = storage(tensor) in self._names
+        known = storage(tensor) in self._names or storage(tensor) in self._partial
         return tensor.requires_grad and not known and not self._is_share(tensor)
+
+    def _only_partial(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether of some tensors those with gradients depend only on parameters whose gradients
+        are summed over tp."""
+        with_grad = [each for each in tensors if each.requires_grad]
+        return bool(with_grad) and all(storage(each) in self._partial for each in with_grad)
 
     def _is_share(self, tensor: Tensor) -> bool:
         return storage(tensor) in self._shares
