@@ -14,11 +14,11 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.config.section import Section
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.tensor_files import DTYPES, StoredTensors
 from megapipe.convert.weight_source import CONFIG, WeightSource
 from megapipe.errors import ConfigError
 from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
+from megapipe.model.tensor_files import DTYPES, StoredTensors
 from megapipe.text import count_noun
 
 

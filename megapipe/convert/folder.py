@@ -18,7 +18,6 @@ from megapipe.cli import flatten
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.convert.class_check import check_class
-from megapipe.convert.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.convert.weight_source import CONFIG, KIND
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
@@ -26,6 +25,7 @@ from megapipe.model.gpt.hf.config import class_named, config_from_hf
 from megapipe.model.gpt.hf.table import TABLE, HFClass
 from megapipe.model.gpt.hf.weights import TensorMapping, entries_in, full_names
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known
+from megapipe.model.tensor_files import StoredTensors, TensorFiles, read_json, widest
 from megapipe.text import one_line
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megapipe.checkpoint.durable import create
 from megapipe.checkpoint.shard import bytes_of, safetensors_header
-from megapipe.convert.tensor_files import DTYPES, INDEX, SINGLE
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.tensor_files import DTYPES, INDEX, SINGLE
 from megapipe.util.dtypes import DTYPE_BYTES, Dtype
 
 Named = tuple[str, tuple[int, ...], Dtype]

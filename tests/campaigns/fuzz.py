@@ -25,11 +25,11 @@ import numpy as np
 
 from megapipe import cli
 from megapipe.checkpoint import Checkpoint
-from megapipe.convert.tensor_files import SINGLE, TensorFiles
 from megapipe.data.tokens.reader import TokenFile
 from megapipe.data.tokens.verify import verify
 from megapipe.data.tokens.writer import TokenWriter
 from megapipe.errors import MegapipeError
+from megapipe.model.tensor_files import SINGLE, TensorFiles
 from tests.campaigns import runs
 from tests.campaigns.campaign import Campaign, Figure, Record, limit
 from tests.campaigns.mutations import mutate_bytes, mutate_json, mutate_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,9 @@ SPLIT = [
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in which each family's folder is made when it is needed."""
-    yield tmp_path_factory.mktemp("classes")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which each family's folder is made when it is needed."""
+    return tmp_path_factory.mktemp("classes")
 
 
 def folder_of(folders: Path, family: str) -> Path:

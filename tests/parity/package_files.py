@@ -14,8 +14,8 @@ FILES = {
 """Files by dotted name (a package's ends in ``.__init__``)."""
 OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
 KERNELS = ("apex", "flash_attn", "liger_kernel")
-ADAPTERS = ("megapipe.evaluate.harness",)
-"""Modules that derive from a class of an optional package, and are imported on request."""
+ADAPTERS = ("megapipe.evaluate.harness", "megapipe.model.hf")
+"""Modules and packages that adapt an optional package, and are imported on request."""
 
 
 def inside(name: str, roots: tuple[str, ...]) -> bool:

@@ -239,7 +239,7 @@ def test_who_may_communicate() -> None:
 def test_optional_packages_are_not_needed_to_import() -> None:
     for name, own in imports_of_files().items():
         early = {module for module in own.early if inside(module, (*OPTIONAL, *ADAPTERS))}
-        assert not early, f"{name} imports {early} at module level"
+        assert not early or inside(name, ADAPTERS), f"{name} imports {early} at module level"
         if not inside(name, ("megapipe.ops",)):
             kernels = {module for module in own.anywhere if inside(module, KERNELS)}
             assert not kernels, f"{name} imports {kernels}: that is for megapipe.ops"

@@ -11,8 +11,8 @@ from pathlib import Path
 from megapipe.command_line import Parser
 from megapipe.convert.commands.arguments import add_shard_gb, be_quiet, print_progress, shard_bytes
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.hub import local_folder
 from megapipe.convert.import_model import CONFIGURATION, import_model
+from megapipe.model.hub import local_folder
 
 PURPOSE = "convert a Hugging Face folder, or a name on the hub, to a checkpoint"
 

@@ -26,12 +26,12 @@ from megapipe.convert.describe import (
     lines_of_source,
 )
 from megapipe.convert.folder import HuggingFaceFolder
-from megapipe.convert.hub import local_folder
 from megapipe.convert.import_model import has_tokenizer
 from megapipe.convert.megatron.layout import is_megatron
-from megapipe.convert.tensor_files import TensorFiles
 from megapipe.convert.weight_source import CONFIG
 from megapipe.errors import ConfigError
+from megapipe.model.hub import local_folder
+from megapipe.model.tensor_files import TensorFiles
 from megapipe.text import print_folded
 
 PURPOSE = "show what a model folder or a checkpoint contains"

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from megapipe.checkpoint.regions import Region, first_uncovered, intersect
 from megapipe.convert.dcp import METADATA
 from megapipe.convert.dcp.metadata import read_metadata
-from megapipe.convert.tensor_files import DTYPES, StoredTensor, StoredTensors
 from megapipe.errors import CheckpointError
+from megapipe.model.tensor_files import DTYPES, StoredTensor, StoredTensors
 from megapipe.text import one_line
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -11,7 +11,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.dcp.titan import TitanTensors, is_titan
 from megapipe.convert.folder import HuggingFaceFolder, read_model
-from megapipe.convert.tensor_files import StoredTensors, widest
 from megapipe.convert.weight_source import CONFIG, KIND, WeightSource
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import by_name
@@ -19,6 +18,7 @@ from megapipe.model.gpt.hf.config import row_of
 from megapipe.model.gpt.hf.table import TABLE
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, buffers, known, stage_parameters
 from megapipe.model.partition import StageSpec
+from megapipe.model.tensor_files import StoredTensors, widest
 
 CONFIGURATION = "config.yaml"
 _OF_OPTIMIZERS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")

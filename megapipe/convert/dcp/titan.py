@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megapipe.convert.tensor_files import StoredTensors
+from megapipe.model.tensor_files import StoredTensors
 
 EMBEDDING = "tok_embeddings.weight"
 _NAMES = {

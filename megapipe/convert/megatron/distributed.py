@@ -19,8 +19,8 @@ from megapipe.convert.dcp.files import DcpFiles
 from megapipe.convert.megatron.layout import FORMAT
 from megapipe.convert.megatron.names import LAYERS, is_weight
 from megapipe.convert.pickles import load
-from megapipe.convert.tensor_files import read_json
 from megapipe.errors import CheckpointError
+from megapipe.model.tensor_files import read_json
 
 COMMON = "common.pt"
 _KEY, _ONLY = "sharded_backend", "torch_dist"

@@ -15,12 +15,12 @@ from megapipe.convert.megatron.distributed import DistributedShards
 from megapipe.convert.megatron.layout import FORMAT, find_iteration
 from megapipe.convert.megatron.legacy import LegacyShards
 from megapipe.convert.megatron.names import HEAD, spellings
-from megapipe.convert.tensor_files import widest
 from megapipe.convert.weight_source import KIND
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.specs import ParameterSpec, by_name
 from megapipe.model.gpt.parameters import WORD_EMBEDDING, known, stage_parameters
 from megapipe.model.partition import StageSpec
+from megapipe.model.tensor_files import widest
 
 
 class Shards(Protocol):

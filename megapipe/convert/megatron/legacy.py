@@ -19,8 +19,8 @@ from torch import Tensor
 from megapipe.convert.megatron.layout import RANK
 from megapipe.convert.megatron.names import LAYERS, is_weight
 from megapipe.convert.pickles import load
-from megapipe.convert.tensor_files import DTYPES
 from megapipe.errors import CheckpointError
+from megapipe.model.tensor_files import DTYPES
 from megapipe.text import count_noun
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

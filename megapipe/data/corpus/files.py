@@ -13,8 +13,8 @@ from typing import Any
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus.compressed import SUFFIXES as COMPRESSED
 from megapipe.data.corpus.compressed import inner_suffix
-from megapipe.data.hub import is_hub_name
 from megapipe.errors import DataError
+from megapipe.util.hub import is_hub_name
 from megapipe.util.paths import user_path
 
 LINES = (".jsonl", ".ndjson")

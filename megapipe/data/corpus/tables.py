@@ -10,9 +10,9 @@ from typing import Any
 from megapipe.config.data import DataConfig
 from megapipe.data.corpus.row_count import RowCount
 from megapipe.data.corpus.rows import RowParser
-from megapipe.data.hub import check_reachable
 from megapipe.errors import DataError
 from megapipe.text import one_line
+from megapipe.util.hub import check_reachable
 from megapipe.util.paths import exists, user_path
 
 _ROWS = 256

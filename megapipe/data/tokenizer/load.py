@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.command_line import phase
-from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.data.tokenizer import of_tiktoken
 from megapipe.data.tokenizer.byte import ByteTokenizer
 from megapipe.data.tokenizer.hugging_face import FastTokenizer, of_transformers
 from megapipe.data.tokenizer.interface import Tokenizer
 from megapipe.errors import DataError
 from megapipe.text import one_line
+from megapipe.util.hub import check_reachable, is_hub_name
 from megapipe.util.paths import exists, is_file, user_path
 
 

@@ -131,7 +131,7 @@ def _depends(y: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
 
 
 class _Passed:
-    """What has passed between the layers of a model."""
+    """Record of the tensors that have passed between the layers of a model."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
-from megapipe.convert.hub import local_folder
-from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.hf import experts
+from megapipe.model.hub import local_folder
+from megapipe.model.tensor_files import TensorFiles
 from megapipe.text import one_line
 from megapipe.util.dtypes import Dtype
 from megapipe.util.paths import user_path
@@ -146,13 +147,10 @@ def parameters_on_meta() -> Iterator[None]:
     """Within the context, parameters of new modules are on torch's meta device."""
     register = nn.Module.register_parameter
 
-    def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register(self, name, parameter)
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

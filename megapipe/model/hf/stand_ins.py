@@ -86,12 +86,12 @@ class Zeros(nn.Module):
 
     def __init__(self, width: int, dtype: torch.dtype, *, reads_ids: bool) -> None:
         super().__init__()
-        self.width, self.reads_ids = width, reads_ids
-        self.register_buffer("weight", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+        self.width, self.dtype, self.reads_ids = width, dtype, reads_ids
+        self.weight = torch.empty(0, dtype=dtype, device="cpu")  # classes read its type
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         rows = x.shape if self.reads_ids else x.shape[:-1]
-        return torch.zeros(*rows, self.width, dtype=self.weight.dtype, device=x.device)
+        return torch.zeros(*rows, self.width, dtype=self.dtype, device=x.device)
 
 
 class Same(nn.Module):

@@ -32,7 +32,7 @@ def split_units(units: Iterable[Unit], plan: Mapping[str, str]) -> None:
                 module.__class__ = LINEARS.get(style, Linear)
                 module.bound = None  # type: ignore[assignment]
             elif style == SUMMED:
-                module.heads_partial = True  # type: ignore[assignment]
+                module.heads_partial = True
 
 
 def plan_of(model: Any) -> dict[str, str]:

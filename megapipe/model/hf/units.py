@@ -27,7 +27,7 @@ class Unit(nn.Module):
 
 
 class EmbeddingUnit(Unit):
-    """What the class does before its layers: tokens [b, s] -> hidden state [b, s, h]."""
+    """The class's forward up to its first layer: tokens [b, s] -> hidden state [b, s, h]."""
 
     inside, outside = "core", ""
 
@@ -67,7 +67,7 @@ class LayerUnit(Unit):
 
 
 class HeadUnit(Unit):
-    """What the class does after its layers: hidden state [b, s, h] -> logits [b, s, V]."""
+    """The class's forward after its last layer: hidden state [b, s, h] -> logits [b, s, V]."""
 
     inside, outside = "core", ""
 

@@ -19,9 +19,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from megapipe.convert.tensor_files import StoredTensors
 from megapipe.errors import CheckpointError
 from megapipe.model.hf.units import Unit
+from megapipe.model.tensor_files import StoredTensors
 
 Known = dict[Parameter, Parameter]
 """For parameters without values the ones with values that take their place. Units share some."""
@@ -103,7 +103,7 @@ class FolderWeights:
         if source.converter is None:
             yield target, self.files.read(source.names[-1][0])
             return
-        converter = deepcopy(source.converter)
+        converter: Any = deepcopy(source.converter)
         for name, pattern in source.names:
             converter.add_tensor(target, name, pattern, partial(self.files.read, name))
         made = converter.convert(target, model=self.model, config=self.model.config)

@@ -30,7 +30,7 @@ true, the gradients of its parameters are summed over tp."""
 
 
 class LayerSource(Protocol):
-    """What makes a model's layers, and names them."""
+    """Maker of a model's layers, which also names them."""
 
     def problem(self, text: str) -> ConfigError:
         """Return an error that begins with the name of the source."""

@@ -20,7 +20,6 @@ from megapipe.cli import parse, stored_model
 from megapipe.config.model import ModelConfig
 from megapipe.convert import HuggingFaceFolder, export, import_model
 from megapipe.convert.describe import as_configuration
-from megapipe.convert.tensor_files import TensorFiles
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.specs import by_name
@@ -29,6 +28,7 @@ from megapipe.model.gpt.hf.table import TABLE
 from megapipe.model.gpt.hf.weights import to_hf
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
+from megapipe.model.tensor_files import TensorFiles
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.reference import init_random, random_batch
 from tests.parity.stage_cases import new_stage

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from megapipe.convert.tensor_files import INDEX, SINGLE
-from megapipe.data.hub import check_reachable, is_hub_name
 from megapipe.errors import CheckpointError, DataError
+from megapipe.model.tensor_files import INDEX, SINGLE
 from megapipe.text import one_line
+from megapipe.util.hub import check_reachable, is_hub_name
 from megapipe.util.paths import exists, is_folder, user_path
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model")
