@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megapipe.model.gpt.hf.table import HFClass
 from megapipe.model.gpt.hf.weights import TensorMapping, entries
 from megapipe.util.dtypes import Dtype
 from megapipe.util.paths import is_file, user_path
+from megapipe.util.user_code import is_class_name
 
 GENERATION = "generation_config.json"
 NO_TOKENIZER = "none"
@@ -88,6 +89,62 @@ class ExportedWeights:
             yield from zip(entry.hf_names, entry.transform.split(rounded, self.model), strict=True)
 
 
+class Exported(Protocol):
+    """A model in the form of its Hugging Face class."""
+
+    @property
+    def model_type(self) -> str:
+        """The class's name for its configuration."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def max_positions(self) -> int:
+        """Maximum sequence length that the configuration declares."""
+
+    def named(self) -> list[Named]:
+        """Return name, shape and type of each tensor, in the order of :meth:`values`."""
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor with its name."""
+
+    def write_config(self, folder: Path, **extra: Any) -> Any:
+        """Write ``config.json``, with further keys `extra`; return the config."""
+
+
+@dataclass(frozen=True)
+class _OfFamily:
+    """A model of the built-in family in the form of a class that expresses it."""
+
+    row: HFClass
+    weights: ExportedWeights
+    is_checked: bool
+    """Whether the class is known to compute the same model."""
+
+    @property
+    def model_type(self) -> str:
+        return self.row.model_type
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weights.model.vocab_size or 0
+
+    @property
+    def max_positions(self) -> int:
+        return self.weights.model.max_positions or 0
+
+    def named(self) -> list[Named]:
+        return self.weights.named()
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        return self.weights.values()
+
+    def write_config(self, folder: Path, **extra: Any) -> Any:
+        return write_config(folder, self.row, self.weights, is_checked=self.is_checked, **extra)
+
+
 def export(
     checkpoint: Checkpoint,
     output: Path,
@@ -120,29 +177,27 @@ def export(
         DataError: the tokenizer cannot be loaded.
         CheckpointError: the checkpoint is damaged, `dtype` cannot hold a value, or `output` exists.
     """
-    row = class_of_run(checkpoint, model_type)
-    weights = ExportedWeights.of_class(checkpoint, row, dtype)
-    model = weights.model
+    exported = _exported(checkpoint, dtype, model_type, is_checked=is_checked)
     name = tokenizer or str(checkpoint.config["data.tokenizer"])
     loaded = None if name == NO_TOKENIZER else load_tokenizer(name)
-    if loaded is not None and loaded.vocab_size > (model.vocab_size or 0):
+    if loaded is not None and loaded.vocab_size > exported.vocab_size:
         raise ConfigError(
             f"tokenizer {name} has {loaded.vocab_size} ids, the model of {checkpoint.path} "
-            f"has {model.vocab_size}: pass the tokenizer that the model was trained with "
+            f"has {exported.vocab_size}: pass the tokenizer that the model was trained with "
             "(--tokenizer)"
         )
     end = {} if loaded is None else {"bos_token_id": loaded.eod, "eos_token_id": loaded.eod}
     with atomic_folder(output) as folder:
-        config = write_config(folder, row, weights, is_checked=is_checked, **end)
+        config = exported.write_config(folder, **end)
         if loaded is not None:
-            if not save_tokenizer(loaded, name, folder, model.max_positions or 0, opens=True):
+            if not save_tokenizer(loaded, name, folder, exported.max_positions, opens=True):
                 warn(
                     f"tokenizer {name} has no files that transformers reads: the export "
                     "has no tokenizer"
                 )
             elif not same_ids(loaded, folder):
                 warn(
-                    f"AutoTokenizer has its own class for {row.model_type}, with other ids "
+                    f"AutoTokenizer has its own class for {exported.model_type}, with other ids "
                     f"than tokenizer {name}: load {output} with PreTrainedTokenizerFast"
                 )
             elif not opens_documents(loaded, folder):
@@ -152,13 +207,35 @@ def export(
                     f"{loaded.eod} before the ids"
                 )
         _write_generation(config, name, folder)
-        planned = plan(weights.named(), shard_bytes)
-        write(folder, planned, weights.values(), report)
+        planned = plan(exported.named(), shard_bytes)
+        write(folder, planned, exported.values(), report)
+
+
+def _exported(
+    checkpoint: Checkpoint, dtype: Dtype | None, model_type: str | None, *, is_checked: bool
+) -> Exported:
+    """Return a checkpoint's model in the form of its class."""
+    model = stored_model(checkpoint.config)
+    if model.source is None or not is_class_name(model.source):
+        row = class_of_run(checkpoint, model_type)
+        return _OfFamily(row, ExportedWeights.of_class(checkpoint, row, dtype), is_checked)
+    from megapipe.convert.class_export import ExportedClass  # loads transformers
+
+    exported = ExportedClass.of(checkpoint, model, dtype)
+    if model_type not in (None, exported.model_type):
+        raise ConfigError(
+            f"{checkpoint.path}: --model-type {model_type}: the model is a class of "
+            f"{exported.model_type}, which the export has too"
+        )
+    return exported
 
 
 def check_export(model: ModelConfig) -> None:
     """Compare a resolved model, at toy width, with the class that it would be exported as. Raises
-    ConfigError if no class can express the model, or the class computes another model."""
+    ConfigError if no class can express the model, or the class computes another model. A class of
+    transformers is exported as itself, and not compared."""
+    if model.source is not None and is_class_name(model.source):
+        return
     row = row_of(model)
     config = config_to_hf(model, row.model_type)
     check_class(type(config).from_dict(config.to_dict() | old_keys(row, model)), model)

@@ -25,6 +25,7 @@ from megapipe.model.user_loss import load_loss
 from megapipe.text import count_noun, divisors_hint, join_or, nearest_multiples, plural
 from megapipe.util.dtypes import Dtype
 from megapipe.util.urls import check_folder, check_url, is_remote
+from megapipe.util.user_code import is_class_name
 
 
 def check_urls(config: Config) -> None:
@@ -79,6 +80,8 @@ def _check_export(config: Config) -> None:
     """Refuse ``checkpoint.export_every`` for a model that no Hugging Face class can represent."""
     every, model = config.checkpoint.export_every, config.model
     if not every or model.vocab_size is None:
+        return
+    if model.source is not None and is_class_name(model.source):
         return
     if model.source is not None:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """Makes the model spec of a configuration: the model with resolved sizes, as the run uses it."""
 
-from typing import TYPE_CHECKING
-
 from megapipe.config.config import Config
 from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
@@ -16,9 +14,6 @@ from megapipe.model.gpt.lora import resolved_targets
 from megapipe.model.gpt.model_spec import GPTSpec
 from megapipe.model.interface import ModelSpec, RunShape
 from megapipe.util.user_code import UserCode, is_class_name
-
-if TYPE_CHECKING:
-    from megapipe.model.hf.source import ClassSource
 
 OWN_KEYS = ("source", "options", "vocab_size", "dtype")
 """Keys of the section `model` that may be set together with a user-defined model."""
@@ -45,7 +40,9 @@ def resolved_model(config: Config, tokenizer_size: int | None) -> ModelConfig:
 
 def _class_model(model: ModelConfig, tokenizer_size: int | None) -> ModelConfig:
     """Return the section for a class of transformers, with the class's size of the vocabulary."""
-    size = _class_source(model).vocab_size
+    from megapipe.model.hf.source import ClassSource  # loads transformers
+
+    size = ClassSource.of(model).vocab_size
     if model.vocab_size not in (None, size):
         raise ConfigError(
             f"model.vocab_size={model.vocab_size}: the class of model.source={model.source} has "
@@ -57,13 +54,6 @@ def _class_model(model: ModelConfig, tokenizer_size: int | None) -> ModelConfig:
             f"{tokenizer_size} of data.tokenizer"
         )
     return model.model_copy(update={"vocab_size": size})
-
-
-def _class_source(model: ModelConfig) -> "ClassSource":
-    from megapipe.model.hf.source import ClassSource  # loads transformers
-
-    assert model.source is not None
-    return ClassSource(model.source, tuple(model.options.items()), model.dtype)
 
 
 def _refuse_sizes(model: ModelConfig) -> None:

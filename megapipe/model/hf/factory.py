@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megapipe.errors import ConfigError
 from megapipe.layers.rng import seed_of, seeded
@@ -54,13 +54,13 @@ class UnitFactory:
         return self.problem(f"{type(self.on_meta).__name__} cannot be cut into stages: {reason}")
 
     @cached_property
-    def _bare(self) -> Any:
+    def bare(self) -> Any:
         """The class with buffers and without parameters."""
         return self.source.without_weights()
 
     @cached_property
     def _calls(self) -> LayerCalls:
-        calls = LayerCalls(self._bare, self.outline)
+        calls = LayerCalls(self.bare, self.outline)
         try:
             calls.check(self.source.vocab_size)
         except UnfitClassError as error:
@@ -70,14 +70,42 @@ class UnitFactory:
     @cached_property
     def _units(self) -> list[Unit]:
         """The units without values of their parameters."""
-        units = units_of(self._bare, self.outline, self._calls)
-        split_units(units, plan_of(self._bare))
+        units = units_of(self.bare, self.outline, self._calls)
+        split_units(units, plan_of(self.bare))
         return units
 
     @cached_property
     def _weights(self) -> FolderWeights | None:
         files = self.source.files
-        return None if files is None else FolderWeights(files, self._bare)
+        return None if files is None else FolderWeights(files, self.bare)
+
+    @cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters of all units, without values, by their names in checkpoints."""
+        found: dict[nn.Parameter, str] = {}
+        for unit in self._units:
+            for path, parameter in unit.named_parameters():
+                found.setdefault(parameter, unit.name_in_class(path))
+        return {name: parameter for parameter, name in found.items()}
+
+    def saved_tensors(self) -> list[dict[str, Tensor]]:
+        """Return the tensors that the class saves, without values, by name: first those around the
+        layers, then those of each layer. Tied tensors have one name."""
+        known = {*self.trained, *(name for name, _ in self.bare.named_parameters())}
+        aliases = {name for name, _ in self.bare.named_parameters(remove_duplicate=False)} - known
+        groups: dict[str, dict[str, Tensor]] = {"": {}}
+        for name, tensor in self.bare.state_dict().items():
+            if name not in aliases:
+                rest = name.removeprefix(f"{self.outline.stack}.")
+                layer = "" if rest == name else rest.partition(".")[0]
+                groups.setdefault(layer, {})[name] = tensor
+        return [*groups.values()]
+
+    def untrained(self, name: str) -> Tensor:
+        """Return a tensor that no unit trains: a buffer, or a parameter without effect."""
+        if self._weights is not None:
+            return self._weights.read([name])[name]
+        return self.bare.get_buffer(name).clone()
 
     def sketch(self) -> list[nn.Module]:
         """Return all units without values, on torch's meta device."""
@@ -92,7 +120,7 @@ class UnitFactory:
                 self._weights.fill(unit, known)
             else:
                 with seeded(CPU, seed_of(seed, "model.source", number)), CPU:
-                    draw_weights(self._bare, unit, known)
+                    draw_weights(self.bare, unit, known)
         return {**made}
 
     def module_name(self, number: int, unit: nn.Module, path: str) -> str:

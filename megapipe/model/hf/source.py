@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
+from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.hf import experts
@@ -43,6 +44,12 @@ class ClassSource:
     """Items of ``model.options``."""
     dtype: Dtype
     """Value of ``model.dtype``."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> ClassSource:
+        """Return the source that a section `model` names."""
+        assert model.source is not None
+        return cls(model.source, tuple(model.options.items()), model.dtype)
 
     def problem(self, text: str) -> ConfigError:
         return ConfigError(f"model.source={self.text}: {text}")

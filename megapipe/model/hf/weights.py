@@ -76,7 +76,7 @@ class FolderWeights:
         """
         places = list(_without_values(unit, known))
         names = {place.path: self._tied.get(place.path, [place.path]) for place in places}
-        values = self._read({name for own in names.values() for name in own})
+        values = self.read({name for own in names.values() for name in own})
         for place in places:
             value = next((values[name] for name in names[place.path] if name in values), None)
             where = f"{self.files.folder}: {place.path} of {type(self.model).__name__}"
@@ -89,7 +89,7 @@ class FolderWeights:
                 )
             place.put(value, known)
 
-    def _read(self, wanted: Collection[str]) -> dict[str, Tensor]:
+    def read(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Return those of the tensors `wanted` of the class that the files have."""
         modules = {name.rpartition(".")[0] for name in wanted}
         found: dict[str, Tensor] = {}
