@@ -29,6 +29,7 @@ PIPELINES = [
     Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, steps=3),
     Case(pp=2, chunks=2, schedule="interleaved_1f1b", m=4, steps=3),
     Case(pp=4, schedule="zb_h1", m=4, steps=3),
+    Case(pp=2, m=3, activations="full", steps=3),
 ]
 SPLIT = [
     Case(tp=2, m=2, masked=0.3, steps=3),

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megapipe.layers.activation_policy import BlockSpan
 from megapipe.model.hf.factory import UnitFactory
 from megapipe.model.hf.source import ClassSource
+from megapipe.model.hf.stage import ClassStage
+from megapipe.model.interface import Feature, UniformRecompute, Work
 from megapipe.model.modules.model_spec import ModuleListSpec
+from megapipe.model.modules.stage import ModuleStage
 from megapipe.model.partition import StageSpec
+from megapipe.schedule.cost import Time
 
 if TYPE_CHECKING:
     from megapipe.model.interface import TensorShape
@@ -39,6 +44,31 @@ class TransformersSpec(ModuleListSpec):
     def numbers(self, stage: StageSpec) -> Sequence[int]:
         inner = [layer + 1 for layer in stage.layers]
         return [*[0] * stage.embedding, *inner, *[self.layers + 1] * stage.head]
+
+    @property
+    def stage_class(self) -> type[ModuleStage]:
+        return ClassStage
+
+    @property
+    def supports(self) -> tuple[Feature, ...]:
+        return (*super().supports, "full")
+
+    def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
+        costs = [*super().unit_costs(repeated)]
+        if repeated is not None and not repeated.stage and "block" in repeated.policy.recompute:
+            costs[1:-1] = [cost * 4 / 3 for cost in costs[1:-1]]  # a forward more
+        return costs
+
+    def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
+        once = super().work(stage, spans, recompute=recompute)
+        start = stage.layers.start
+        for span in spans:
+            if "block" in span.policy.recompute:
+                own = StageSpec(False, range(start, start + span.blocks), False)
+                forward = super().work(own, (), recompute=False).F
+                once = once._replace(I=once.I + forward)
+            start += span.blocks
+        return once
 
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))

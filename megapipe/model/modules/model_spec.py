@@ -64,6 +64,13 @@ class ModuleListSpec(ModelSpec):
     def layers(self) -> int:
         return len(self._sketch)
 
+    @property
+    def stage_class(self) -> type[ModuleStage]:
+        """Class of the stages."""
+        from megapipe.model.modules.stage import ModuleStage
+
+        return ModuleStage
+
     def numbers(self, stage: StageSpec) -> Sequence[int]:
         """Return the numbers of a stage's modules in the list."""
         return stage.layers
@@ -223,7 +230,6 @@ class ModuleListSpec(ModelSpec):
         torch's default device is the meta device, no tensor has values."""
         import torch
 
-        from megapipe.model.modules.stage import ModuleStage
         from megapipe.model.modules.units import parameter_places
 
         wanted, last = self.numbers(stage), len(self._sketch) - 1
@@ -242,7 +248,7 @@ class ModuleListSpec(ModelSpec):
                 "layers whenever they are made, and a parameter that two of them share to be made "
                 "once"
             )
-        return ModuleStage(
+        return self.stage_class(
             layers,
             found,
             sharding,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,10 +90,14 @@ class ModuleStage(nn.Module):
 
     def run(self, y: Any, mb: MicroBatch) -> Any:
         """Run the layers one after the other, from the input `y` of the first."""
-        for number, layer in self.layers.items():
+        return self.run_layers(map(int, self.layers), y, mb)
+
+    def run_layers(self, numbers: Iterable[int], y: Any, mb: MicroBatch) -> Any:
+        """Run some layers, by their numbers, from the input `y` of the first of them."""
+        for number in numbers:
             inputs = y if isinstance(y, tuple) else (y,)
-            with seeded(inputs[0].device, dropout_seed(mb, "layer", int(number), 0)):
-                y = layer(*inputs)
+            with seeded(inputs[0].device, dropout_seed(mb, "layer", number, 0)):
+                y = self.layers[str(number)](*inputs)
         return y
 
     def logits(

@@ -1,0 +1,42 @@
+"""A stage of units of a transformers class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.layers.activation_policy import BlockSpan
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.recompute import recompute, save_all
+from megapipe.model.modules.stage import ModuleStage
+
+
+class ClassStage(ModuleStage):
+    """A stage of units, some layers of which are recomputed in the backward, in spans."""
+
+    _spans: Sequence[BlockSpan] = ()
+
+    def set_policies(self, spans: Sequence[BlockSpan]) -> None:
+        """Set which layers are recomputed; `spans` cover all layers in order."""
+        assert not any(span.policy.offload for span in spans)
+        self._spans = spans
+
+    def run(self, y: Any, mb: MicroBatch) -> Any:
+        numbers = [*map(int, self.layers)]
+        if self.is_first:
+            y = self.run_layers(numbers[:1], y, mb)
+        stop = start = int(self.is_first)
+        for span in self._spans:
+            start, stop = stop, stop + span.blocks
+            policy = recompute if "block" in span.policy.recompute else save_all
+            y = policy(partial(self._segment, numbers[start:stop]), y, mb)
+        return self.run_layers(numbers[stop:], y, mb)
+
+    def _segment(
+        self, numbers: Sequence[int], x: Tensor, mb: MicroBatch, *, skip_output: bool = False
+    ) -> Tensor:
+        y: Tensor = self.run_layers(numbers, x, mb)
+        return y
