@@ -72,7 +72,7 @@ def copied(size: Size) -> int:
     one for each, and keeps to the backward."""
     config, _ = size.config()
     rows = size.batch * size.sequence * TOP_K
-    return size.layers * rows * 3 * config.model.moe.ffn * size.hidden * 4
+    return size.layers * rows * 3 * config.model.moe.expert_ffn_hidden * size.hidden * 4
 
 
 class Shape(NamedTuple):
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = Size("mixtral", layers=1, hidden=16, heads=2, vocab=32, sequence=8)
         rounds = 2
     config, _ = size.config()
-    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, config.model.moe.ffn)
+    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, config.model.moe.expert_ffn_hidden)
     results = [
         *whole_step(size, rounds),
         *products(shape, rounds, zipf=False),

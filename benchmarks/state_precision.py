@@ -131,9 +131,9 @@ def measure(world: World, size: Size) -> list[Result]:
         for rounding in ("stochastic", "nearest"):
             variant = Variant("fp32", beta2).with_state(state_dtype="bf16", rounding=rounding)
             results.append(losses.more(f"bf16 moments, {rounding}, beta2 {beta2}", variant))
-    without = Variant("bf16", 0.95).with_state(master="none", rounding="stochastic")
+    without = Variant("bf16", 0.95).with_state(master_weights="none", rounding="stochastic")
     results.append(losses.more("bf16 weights without masters, stochastic", without))
-    without = without.with_state(master="none", rounding="nearest")
+    without = without.with_state(master_weights="none", rounding="nearest")
     claim = "bf16 weights without masters, nearest: learns less"
     results.append(losses.more(claim, without, at_least=True))
     return results

@@ -1,14 +1,14 @@
 """The command line of training: ``megapipe train [CONFIG] [section.key=value ...] [OPTION]``.
 
-Values come from the configuration file, then from the command line; a later value overrides an
-earlier one. Other keys have their defaults. This module does not import torch, so mistakes are
-reported fast.
+CONFIG is a file, the name of a preset, or a class of transformers (``hf:FOLDER``). Values come from
+it, then from the command line; a later value overrides an earlier one. Other keys have their
+defaults. This module does not import torch, so mistakes are reported fast.
 """
 
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from megapipe.command_line import TRACEBACK
 from megapipe.config import old_names, presets, strict_yaml
+from megapipe.config.class_defaults import class_defaults, class_notice
 from megapipe.config.config import TASK, TASK_VARIABLE, Config, lacks_task
 from megapipe.config.foreign import describe_file, describe_flag
 from megapipe.config.help import help_text, usage
@@ -45,10 +46,12 @@ from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.section import keys_within
 from megapipe.config.strict_yaml import MOST_BYTES, Value, YamlError
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.text import clipped, folded, printable, without_secrets
 from megapipe.util.heartbeat import print_notice
+from megapipe.util.paths import user_path
 from megapipe.util.urls import is_remote
+from megapipe.util.user_code import TRANSFORMERS, is_class_name
 
 JSON = "--json"
 """Option of a dry run: print the plan as one JSON object."""
@@ -86,6 +89,8 @@ class Command:
     """Where the values come from, for errors about several keys: a file, the command line, both."""
     notice: str | None = None
     """A line for the user about keys that were given by their old names."""
+    defaults: str | None = None
+    """A line for the user about the values of a run that starts from a class of transformers."""
     searched: frozenset[str] = frozenset()
     """Keys whose values a search chooses before the run; `config` has their defaults."""
 
@@ -157,7 +162,10 @@ def parse(argv: Sequence[str]) -> Command:
         else:
             path = argument
     assignments += [(key, values[name]) for name, key in KEY_OPTIONS.items() if name in values]
-    if path is not None:
+    defaults: str | None = None
+    if path is not None and is_class_name(path):
+        given, defaults = _from_class(path, {key for key, _ in assignments})
+    elif path is not None:
         given = _read(presets.find(path))
     for key, text in assignments:
         if text == UNSET:
@@ -179,6 +187,7 @@ def parse(argv: Sequence[str]) -> Command:
     refuse_code(config, where)
     return Command(
         notice=old_names.notice(where, named),
+        defaults=defaults,
         config=config,
         searched=searched,
         dry_run="--dry-run" in argv,
@@ -187,6 +196,28 @@ def parse(argv: Sequence[str]) -> Command:
         time_slices="--time-slices" in argv,
         traceback=TRACEBACK in argv,
         where=where,
+    )
+
+
+def _from_class(source: str, others: Collection[str]) -> tuple[list[_Given], str]:
+    """Return the values of a run that starts from a class of transformers, but for the keys
+    `others`, and a line that says them."""
+    name = source.removeprefix(TRANSFORMERS)
+    folder = user_path(name)
+    if not folder.exists():
+        from megapipe.model.hub import local_folder  # loads torch
+
+        try:
+            folder = local_folder(name)
+        except CheckpointError as error:
+            raise ConfigError(f"{COMMAND_LINE}: {source}: {error}") from None
+    values = {
+        key: value
+        for key, value in class_defaults(source, folder).items()
+        if key == "model.source" or key not in others
+    }
+    return [_Given(key, value, source) for key, value in values.items()], class_notice(
+        source, values
     )
 
 

@@ -31,14 +31,17 @@ class ModelConfig(Section):
     source: str | None = None
     """Your own model: `module:name` of a function that returns its layers, a list of
     torch.nn.Modules (docs/models.md), or of a class derived from
-    megapipe.model.interface.ModelSpec. Only `options`, `vocab_size` and `dtype` of this section can
-    be set with it."""
+    megapipe.model.interface.ModelSpec. Or a model of transformers as its own class
+    (docs/classes.md): `hf:FOLDER` with weights, `hf:OWNER/NAME` on the hub, or `hf:FILE.json`, a
+    configuration alone. Only `options`, `vocab_size` and `dtype` of this section can be set with
+    it."""
     options: Annotated[
         dict[str, str | int | float | bool | None],
         ExpectedText("values by name, as in model.options.width=64"),
         needs("model.source"),
     ] = Field(default_factory=dict)
-    """Arguments for `source`, by name: model.options.width=64."""
+    """Arguments for `source`, by name: model.options.width=64. With hf: there is one,
+    trust_remote_code, which allows to run Python code of the folder."""
     layers: int = Field(4, ge=1, le=1000)
     """Number of transformer layers."""
     hidden: int = Field(128, ge=1)

@@ -85,8 +85,9 @@ def start(
     if info.local_rank > 0:
         retries.be_quiet()
     stop.speaks = info.rank == 0
-    if info.rank == 0 and command.notice is not None:
-        heartbeat.print_notice(command.notice)
+    for line in (command.notice, command.defaults):
+        if info.rank == 0 and line is not None:
+            heartbeat.print_notice(line)
     stop.launcher = os.getppid() if info.hosted else None
     if not command.dry_run:  # before user code may load torch
         check_temporary_folder()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.model.hf.calls import LayerCalls
 from megapipe.model.hf.outline import Outline, UnfitClassError, outline_of
@@ -87,6 +87,17 @@ class UnitFactory:
             for path, parameter in unit.named_parameters():
                 found.setdefault(parameter, unit.name_in_class(path))
         return {name: parameter for parameter, name in found.items()}
+
+    def check(self) -> None:
+        """Raise ConfigError if the folder lacks a tensor of the class."""
+        if self._weights is None:
+            return
+        try:
+            self._weights.check(
+                {name: t for own in self.saved_tensors() for name, t in own.items()}
+            )
+        except CheckpointError as error:
+            raise self.problem(str(error)) from None
 
     def saved_tensors(self) -> list[dict[str, Tensor]]:
         """Return the tensors that the class saves, without values, by name: first those around the

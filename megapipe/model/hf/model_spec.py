@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megapipe.errors import ConfigError
 from megapipe.layers.activation_policy import BlockSpan
+from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.hf.factory import UnitFactory
 from megapipe.model.hf.source import ClassSource
 from megapipe.model.hf.stage import ClassStage
@@ -73,9 +75,22 @@ class TransformersSpec(ModuleListSpec):
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))
 
+    def check(self) -> None:
+        self._source.check()
+        super().check()
+
     def describe(self) -> str:
         name = type(self._source.on_meta).__name__
-        return f"{name} of transformers, {self.layers} layers, {self.dtype}"
+        return f"{name} of transformers, {self.layers} layers, {self.dtype}; {self._advice()}"
+
+    def _advice(self) -> str:
+        """Return whether the built-in family has the model too, and what this route lacks."""
+        lacks = "without cp, ep, slices and fused kernels"
+        try:
+            config_from_hf(self._source.source.config)
+        except ConfigError:
+            return lacks
+        return f"{lacks}, which the built-in family has (convert inspect --config)"
 
     def _check_logits(self, output: Sequence[TensorShape]) -> None:
         """Accept any width: the class decides it."""

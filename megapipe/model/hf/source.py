@@ -61,6 +61,8 @@ class ClassSource:
     @cached_property
     def folder(self) -> Path | None:
         """The folder with weights; None: the source is a configuration alone."""
+        if not self._name:
+            raise self.problem("expected hf:FOLDER, hf:OWNER/NAME or hf:FILE.json")
         if self._name.endswith(".json"):
             return None
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -67,6 +67,34 @@ class FolderWeights:
         self._tied = {name: own for own in names.values() for name in own}
         """For each parameter of the class all its names: several if it is tied."""
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check that the files have all of some tensors of the class, in their shapes if nothing is
+        converted. Only the files' headers are read.
+
+        Raises:
+            CheckpointError: the files lack a tensor, or have one of another shape.
+        """
+        converted = {
+            target.rpartition(".")[0] for target, each in self._sources.items() if each.converter
+        }
+        for name, tensor in tensors.items():
+            names = self._tied.get(name, [name])
+            found = next((each for each in names if each in self._sources), None)
+            if found is None and name.rpartition(".")[0] not in converted:
+                raise self._problem(name, "the files have no such tensor")
+            if found is not None and self._sources[found].converter is None:
+                shape = self.files.tensors[self._sources[found].names[-1][0]].shape
+                if shape != tensor.shape:
+                    wanted = tuple(tensor.shape)
+                    raise self._problem(
+                        name, f"the files have the shape {shape}: expected {wanted}"
+                    )
+
+    def _problem(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.files.folder}: {name} of {type(self.model).__name__}: {what}"
+        )
+
     def fill(self, unit: Unit, known: Known) -> None:
         """Give the parameters and saved buffers of a unit the values of the files. Parameters have
         the types of the files.
@@ -79,13 +107,13 @@ class FolderWeights:
         values = self.read({name for own in names.values() for name in own})
         for place in places:
             value = next((values[name] for name in names[place.path] if name in values), None)
-            where = f"{self.files.folder}: {place.path} of {type(self.model).__name__}"
             if value is None:
-                raise CheckpointError(f"{where}: the files have no such tensor")
+                raise self._problem(place.path, "the files have no such tensor")
             if value.shape != place.tensor.shape:
-                raise CheckpointError(
-                    f"{where} has the shape {tuple(value.shape)} in the files: expected "
-                    f"{tuple(place.tensor.shape)}"
+                raise self._problem(
+                    place.path,
+                    f"the files have the shape {tuple(value.shape)}: expected "
+                    f"{tuple(place.tensor.shape)}",
                 )
             place.put(value, known)
 

@@ -1,6 +1,7 @@
 """All known mistakes in one table."""
 
 from tests.parity.bad_input.case import Bad
+from tests.parity.bad_input.classes import CLASSES
 from tests.parity.bad_input.command_lines import COMMAND_LINES, FILES
 from tests.parity.bad_input.corpora import CORPORA
 from tests.parity.bad_input.folders import BAD_FOLDERS
@@ -8,7 +9,7 @@ from tests.parity.bad_input.keys import KEYS
 from tests.parity.bad_input.places import PLACES
 from tests.parity.bad_input.user_code import OWN_CODE
 
-TABLE = [*KEYS, *COMMAND_LINES, *FILES, *CORPORA, *BAD_FOLDERS, *OWN_CODE, *PLACES]
+TABLE = [*KEYS, *COMMAND_LINES, *FILES, *CORPORA, *BAD_FOLDERS, *OWN_CODE, *CLASSES, *PLACES]
 
 
 def named(*names: str) -> list[Bad]:

@@ -1,0 +1,285 @@
+"""Every causal language model of the installed transformers, at toy size, in a pipeline of two.
+
+``python -m tests.external.class_sweep`` prints a line for each model type; ``--write`` puts the
+table into docs/classes.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megapipe import Pipeline, transformers_layers
+from megapipe.errors import ConfigError
+from megapipe.model.hf import experts
+from tests.parity.class_models import FAMILIES, MOE, SIZES
+
+PAGE = Path(__file__).parents[2] / "docs" / "classes.md"
+BEGIN, END = "<!-- model types -->\n", "<!-- end of model types -->\n"
+VOCAB = 101
+MOST_PARAMETERS = 6_000_000
+"""Parameters of a class above which the settings have not made it small."""
+TOLERANCE = 1e-12
+"""Largest distance of a gradient from the untouched model's, relative to its norm."""
+RANDOM = {"phimoe": "its router draws random numbers"}
+"""Types that compute something else at each call, even without dropout."""
+HEADS = 4
+MORE: Mapping[str, Any] = {
+    **MOE,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    "moe_k": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
+    "sliding_window": 6,
+    "attention_window_size": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": HEADS,
+    "n_inner": 48,
+    "n_positions": 64,
+    "ffn_hidden_size": 48,
+    "d_model": 32,
+    "n_heads": HEADS,
+    "n_layers": 4,
+    "num_heads": HEADS,
+    "max_seq_len": 64,
+    "rotary_dim": 4,
+    "original_max_position_embeddings": 64,
+    "query_pre_attn_scalar": 8,
+    "attn_head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "time_step_rank": 2,
+    "conv_kernel": 4,
+    "expand": 2,
+    "lru_width": 32,
+    "conv_dim": 32,
+    "block_dim": 32,
+    "block_ff_dim": 48,
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "mlp_only_layers": [],
+    "num_hidden_groups": 1,
+}
+"""Small values of settings that some classes have beside those of every family."""
+ALL_HEADS = ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    **FAMILIES,
+    **{name: {"num_key_value_heads": HEADS} for name in ALL_HEADS},
+    **{name: {"num_key_value_heads": HEADS} for name in ("minicpm3", "mistral4", "youtu")},
+    **{
+        name: {"layer_types": ["linear_attention", "full_attention"] * 2}
+        for name in ("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+    },
+    **{name: {"layer_types": ["conv", "full_attention"] * 2} for name in ("lfm2", "lfm2_moe")},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_expand": 2},
+    "deepseek_v2": {"num_key_value_heads": HEADS, "topk_method": "greedy"},
+    "falcon": {"num_kv_heads": HEADS},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_expand": 2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
+    "kimi_linear": {
+        "num_key_value_heads": HEADS,
+        "linear_attn_config": {
+            "short_conv_kernel_size": 4,
+            "head_dim": 8,
+            "num_heads": HEADS,
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+        },
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "nemotron_h": {"hybrid_override_pattern": "M*E-", "mamba_hidden_act": "silu"},
+}
+"""Settings of single types."""
+
+
+class Verdict(NamedTuple):
+    """Result of a model type."""
+
+    name: str
+    kind: str
+    """equal, refused (by megapipe), unbuilt (transformers cannot make it at toy size) or wrong."""
+    reason: str = ""
+
+
+def toy_config(name: str) -> Any:
+    """Make a small configuration, without dropout."""
+    cls = CONFIG_MAPPING[name]
+    fields = {f for base in cls.__mro__ for f in getattr(base, "__annotations__", {})}
+    renamed = getattr(cls, "attribute_map", {})
+    given = {**SIZES, **MORE, "vocab_size": VOCAB}
+    config = cls(
+        **{
+            **{key: value for key, value in given.items() if key in fields - renamed.keys()},
+            **TYPES.get(name, {}),
+        }
+    )
+    for key, value in vars(config).items():
+        if ("dropout" in key or "pdrop" in key or key.endswith("_drop")) and value:
+            setattr(config, key, 0.0)
+    return config
+
+
+def toy_model(name: str) -> Any:
+    """Make a small model in fp64 with random values in every tensor."""
+    experts.register()
+    config = toy_config(name)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"its toy has {parameters / 1e6:,.0f} million parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, experts_implementation=experts.NAME
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+            else:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter), alpha=0.1)
+    return model.double().train()
+
+
+def check(name: str) -> Verdict:
+    """Compare a type in a pipeline with the untouched model: every gradient of one step."""
+    if name in RANDOM:
+        return Verdict(name, "unbuilt", RANDOM[name])
+    try:
+        model = toy_model(name)
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randint(5, VOCAB, (4, 13), generator=generator)
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        wanted = copy.deepcopy(model)
+        for part, own in zip(tokens.split(2), labels.split(2), strict=True):
+            logits = wanted(input_ids=part, use_cache=False).logits
+            (functional.cross_entropy(logits.flatten(0, 1), own.flatten()) / 2).backward()
+    except Exception as error:  # whatever a class or its configuration raises
+        return Verdict(name, "unbuilt", _reason(error))
+    try:
+        layers = transformers_layers(model)
+    except ConfigError as error:
+        return Verdict(name, "refused", str(error).partition(": ")[2])
+    except Exception as error:  # of a class on the meta device
+        return Verdict(name, "refused", f"on the meta device {_reason(error)}")
+    Pipeline(layers, schedule="1f1b", microbatches=2, ranks=2).step((tokens, labels))
+    for (path, a), (_, b) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+        if (distance := _distance(a.grad, b.grad)) > TOLERANCE:
+            return Verdict(name, "wrong", f"the gradient of {path} is {distance:.1g} off")
+    return Verdict(name, "equal")
+
+
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Return how far two gradients are apart, relative to the second; None is zero."""
+    if a is None or b is None:
+        one = b if a is None else a
+        return 0.0 if one is None or not one.any() else float("inf")
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else float(a.norm())
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 110 else f"{text[:107]}..."
+
+
+def sweep(names: Iterable[str]) -> Iterator[Verdict]:
+    """Yield the verdict of each model type."""
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            yield check(name)
+
+
+def table(verdicts: Iterable[Verdict]) -> str:
+    """Return the verdicts as text for docs/classes.md."""
+    by_kind: dict[str, list[Verdict]] = {}
+    for each in verdicts:
+        by_kind.setdefault(each.kind, []).append(each)
+    equal = [each.name for each in by_kind.get("equal", [])]
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    lines = [
+        f"{versions}: {len(equal)} types are equal: {', '.join(equal)}.",
+        "",
+        "| not equal | because |",
+        "|---|---|",
+        *(f"| {each.name} | {each.reason} |" for each in by_kind.get("refused", [])),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    verdicts = []
+    for each in sweep(sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if not each.name.startswith("-"):
+            print(f"{each.name:24} {each.kind:8} {each.reason}", flush=True)
+            verdicts.append(each)
+    counts = {
+        kind: sum(each.kind == kind for each in verdicts)
+        for kind in ("equal", "refused", "unbuilt", "wrong")
+    }
+    print(counts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
