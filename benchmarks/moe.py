@@ -214,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = Size("mixtral", layers=1, hidden=16, heads=2, vocab=32, sequence=8)
         rounds = 2
     config, _ = size.config()
-    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, config.model.moe.expert_ffn_hidden)
+    width = config.model.moe.expert_ffn_hidden
+    shape = Shape(size.batch * size.sequence * TOP_K, size.hidden, width)
     results = [
         *whole_step(size, rounds),
         *products(shape, rounds, zipf=False),

@@ -6,10 +6,14 @@ table into docs/classes.md.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
+import textwrap
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,7 +261,11 @@ def table(verdicts: Iterable[Verdict]) -> str:
     equal = [each.name for each in by_kind.get("equal", [])]
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     lines = [
-        f"{versions}: {len(equal)} types are equal: {', '.join(equal)}.",
+        f"With {versions} these {len(equal)} types are equal:",
+        "",
+        "```text",
+        *textwrap.wrap(" ".join(equal), 110),
+        "```",
         "",
         "| not equal | because |",
         "|---|---|",
@@ -267,19 +275,24 @@ def table(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    verdicts = []
-    for each in sweep(sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        if not each.name.startswith("-"):
-            print(f"{each.name:24} {each.kind:8} {each.reason}", flush=True)
-            verdicts.append(each)
-    counts = {
-        kind: sum(each.kind == kind for each in verdicts)
-        for kind in ("equal", "refused", "unbuilt", "wrong")
-    }
-    print(counts)
+def main(argv: Sequence[str]) -> int:
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("types", nargs="*", help="model types (all)")
+    options.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    given = options.parse_args(argv)
+    torch.set_num_threads(1)
+    verdicts, start = [], time.perf_counter()
+    for each in sweep(given.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        taken, start = time.perf_counter() - start, time.perf_counter()
+        print(f"{each.name:24} {each.kind:8} {taken:5.1f} s  {each.reason}", flush=True)
+        verdicts.append(each)
+    print(", ".join(f"{count} {kind}" for kind, count in Counter(v.kind for v in verdicts).items()))
+    if given.write:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text(f"{before}{BEGIN}{table(verdicts)}{END}{after}", encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -52,7 +52,7 @@ class Outline:
         neutrals = {
             path: neutral(model.get_submodule(path))
             for path in (self.before | self.after | self.unused) - {*keep}
-            if not f"{self.stack}.".startswith(f"{path}.") and path
+            if path and not any(f"{each}.".startswith(f"{path}.") for each in (self.stack, *keep))
         }
         return replaced(model, {**neutrals, self.stack: nn.ModuleList(stand_ins)}), stand_ins
 
@@ -82,6 +82,11 @@ def outline_of(model: Any) -> Outline:
     }
     assert passed.first is not None
     assert passed.last is not None
+    if passed.first.shape[:2] != ids.shape:
+        raise UnfitClassError(
+            f"its layers get hidden states of shape {tuple(passed.first.shape)} for tokens of "
+            f"shape {tuple(ids.shape)}"
+        )
     before = _depends(passed.first, outer)
     after = _depends(logits, {**outer, "": passed.last})
     if "" not in after:

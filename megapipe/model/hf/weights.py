@@ -48,7 +48,7 @@ class FolderWeights:
     def __init__(self, files: StoredTensors, model: Any) -> None:
         self.files, self.model = files, model
         self._sources: dict[str, _Source] = {}
-        """By the name of the first tensor that is made."""
+        """Sources by the name of the first tensor that is made from each."""
         transforms = get_model_conversion_mapping(model)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -164,7 +164,7 @@ class _Place(NamedTuple):
     """A tensor of a unit that has no values yet."""
 
     path: str
-    """Its name in the class."""
+    """Name of the tensor in the class."""
     module: nn.Module
     name: str
     tensor: Tensor

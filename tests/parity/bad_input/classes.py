@@ -13,7 +13,7 @@ from tests.parity.bad_input.case import Bad, Prepare, all_of
 
 
 def hf(name: str, words: tuple[str, ...], prepare: Prepare, more: str = "", code: int = 2) -> Bad:
-    """A mistake in the folder ``hf``, of which a run is started."""
+    """Return a mistake in the folder ``hf``, from which a run is started."""
     return Bad(name, f"model.source=hf:hf {more}", code, words, prepare, without=("model.",))
 
 
