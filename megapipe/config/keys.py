@@ -24,7 +24,7 @@ from megapipe.config.section import (
 )
 from megapipe.config.strict_yaml import Value
 from megapipe.errors import ConfigError
-from megapipe.util.user_code import is_source, is_user_code
+from megapipe.util.user_code import REMOTE_CODE, is_class_name, is_source, is_user_code
 
 
 def _values(annotation: Any) -> type[Section] | None:
@@ -85,6 +85,8 @@ def user_code_keys(config: Config) -> Iterator[tuple[str, str]]:
         value = attrgetter(key)(config)
         if value is not None and is_user_code(value):
             yield key, value
+    if is_class_name(config.model.source or "") and config.model.options.get(REMOTE_CODE):
+        yield f"model.options.{REMOTE_CODE}", "true"
     for name, layout in config.parallel.elastic_layouts.items():
         if layout.schedule is not None and is_user_code(layout.schedule):
             yield f"parallel.elastic_layouts.{name}.schedule", layout.schedule

@@ -29,6 +29,8 @@ ENVIRONMENT, OLD_ENVIRONMENT = "MEGAPIPE_USER_CODE", "MEGAPIPE_OWN_CODE"
 code, whatever configurations say."""
 TRANSFORMERS = "hf:"
 """Beginning of a ``model.source`` that is a class of transformers, which is no user code."""
+REMOTE_CODE = "trust_remote_code"
+"""Entry of ``model.options`` that lets Python code of a class's folder run, which is user code."""
 _SPEC = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
@@ -45,6 +47,17 @@ def is_class_name(text: str) -> bool:
 def is_source(text: str) -> bool:
     """Whether a data source is user code. A file with that name takes precedence."""
     return is_user_code(text) and not exists(Path(text))
+
+
+def refusal() -> str | None:
+    """Return why the environment does not let user code run; None if it does."""
+    for name in (ENVIRONMENT, OLD_ENVIRONMENT):
+        value = os.environ.get(name, "") or "allow"
+        if value == "refuse":
+            return f"it names code to run, which {name}=refuse does not allow"
+        if value != "allow":
+            return f"{name}={value} in the environment: expected allow or refuse"
+    return None
 
 
 def names_or_code(names: Iterable[str]) -> str:
@@ -78,12 +91,8 @@ class UserCode:
             self.function = self._find()
 
     def _check_allowed(self) -> None:
-        for name in (ENVIRONMENT, OLD_ENVIRONMENT):
-            value = os.environ.get(name, "") or "allow"
-            if value == "refuse":
-                raise self.problem(f"it names code to run, which {name}=refuse does not allow")
-            if value != "allow":
-                raise self.problem(f"{name}={value} in the environment: expected allow or refuse")
+        if (reason := refusal()) is not None:
+            raise self.problem(reason)
 
     def _find(self) -> Callable[..., Any]:
         if not is_user_code(self.spec):  # imported code always has this form

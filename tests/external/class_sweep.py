@@ -109,6 +109,7 @@ MORE: Mapping[str, Any] = {
 ALL_HEADS = ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 TYPES: Mapping[str, Mapping[str, Any]] = {
     **FAMILIES,
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
     **{name: {"num_key_value_heads": HEADS} for name in ALL_HEADS},
     **{name: {"num_key_value_heads": HEADS} for name in ("minicpm3", "mistral4", "youtu")},
     **{

@@ -14,7 +14,7 @@ FILES = {
 """Files by dotted name (a package's ends in ``.__init__``)."""
 OPTIONAL = ("wandb", "tensorboard", "torch.utils.tensorboard", "datasets", "transformers")
 KERNELS = ("apex", "flash_attn", "liger_kernel")
-ADAPTERS = ("megapipe.evaluate.harness", "megapipe.model.hf")
+ADAPTERS = ("megapipe.evaluate.harness", "megapipe.model.hf", "megapipe.convert.class_export")
 """Modules and packages that adapt an optional package, and are imported on request."""
 
 

@@ -53,6 +53,9 @@ EXCEPTIONS = {
     # train.py beside this package, and this package
     ("launch/fork_server.py", "runpy.run_path"),
     ("launch/fork_server.py", "runpy.run_module"),
+    # with model.options.trust_remote_code=true alone, unless user code is refused
+    ("model/hf/source.py", "AutoConfig.from_pretrained(trust_remote_code=...)"),
+    ("model/hf/source.py", "AutoModelForCausalLM.from_config(trust_remote_code=...)"),
     # with --trust-pickle alone
     ("convert/pickles.py", "torch.load"),
     ("convert/pickles.py", "torch.load(weights_only=...)"),

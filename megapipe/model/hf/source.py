@@ -25,10 +25,7 @@ from megapipe.model.tensor_files import TensorFiles
 from megapipe.text import one_line
 from megapipe.util.dtypes import Dtype
 from megapipe.util.paths import user_path
-from megapipe.util.user_code import TRANSFORMERS
-
-REMOTE_CODE = "trust_remote_code"
-"""Option of such a model: whether Python code of the folder may be run."""
+from megapipe.util.user_code import REMOTE_CODE, TRANSFORMERS, refusal
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,12 @@ class ClassSource:
 
     @property
     def _trusted(self) -> bool:
-        return dict(self.option_items).get(REMOTE_CODE) is True
+        """Whether Python code of the folder may run."""
+        if dict(self.option_items).get(REMOTE_CODE) is not True:
+            return False
+        if (reason := refusal()) is not None:
+            raise self.problem(reason)
+        return True
 
     @property
     def vocab_size(self) -> int:
