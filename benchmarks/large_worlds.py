@@ -236,7 +236,8 @@ class Giant(NamedTuple):
 
 
 def configure(*keys: str) -> tuple[Config, Layout]:
-    return resolve(parse(list(keys)).config, None, None, measure=BY_UNITS)
+    config = parse([*keys, "plan.gpus=unset"]).config  # a preset's number is for its own layout
+    return resolve(config, None, None, measure=BY_UNITS)
 
 
 def toy(world: int, *keys: str, cp: int = 1) -> tuple[Config, Layout]:

@@ -6,9 +6,10 @@ The processes run the same stage with values, and finalisers count every storage
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,16 +30,22 @@ from megapipe.ops.live_storages import LiveStorages
 from megapipe.plan.run import measure
 from megapipe.plan.unit import Unit
 from megapipe.testing import World, run_world
-from tests.parity.cases import END
+from tests.parity.cases import END, Case
 from tests.parity.forced_routing import evenly
 from tests.parity.live_storages import known_of, settle
 from tests.parity.planned_stages import CASES, Stages
-from tests.parity.tiers import one_of
+from tests.parity.tiers import in_parts, one_of
 
 Bytes = Mapping[str, int]
 """Bytes held, on the host and queued, and the most within each operation."""
 TIMES = 10
 """Number of measurements at most: gloo's threads may free what they have sent a moment late."""
+CLASS_CASES = [
+    Case(pp=2, in_process=True),
+    Case(pp=2, in_process=True, activations="full"),
+    Case(pp=2, tp=2, in_process=True),
+]
+"""Layouts of transformers classes; all stages are looked at."""
 NUMBER = 8
 """Bytes of a Python number, of which torch makes a tensor for a moment on one device only."""
 
@@ -49,18 +56,38 @@ def test_run_on_the_meta_device_takes_the_bytes_of_processes(some: slice) -> Non
     assert not (wrong := compare(CASES[some])), "(planned, measured):\n" + "\n".join(wrong)
 
 
-def compare(cases: Sequence[Stages]) -> list[str]:
-    """Describe all that differs."""
+@in_parts("family", ["llama", "mixtral"], default=[], full=["mixtral"])
+def test_run_of_a_transformers_class_takes_the_bytes_of_processes(
+    family: str, tmp_path: Path
+) -> None:
+    from tests.parity.class_models import ClassStages, make_class
+
+    make_class(family).save_pretrained(tmp_path)
+    cases = [ClassStages(tmp_path, case) for case in CLASS_CASES]
+    wrong = compare(cases, measure_classes, share=0.01)
+    assert not wrong, "(planned, measured):\n" + "\n".join(wrong)
+
+
+def compare(
+    cases: Sequence[Any], measuring: Callable[..., Any] | None = None, share: float = 0.0
+) -> list[str]:
+    """Describe all that differs.
+
+    `cases`: objects like :class:`Stages`. `measuring`: a function like :func:`measure_processes`.
+    `share`: difference that is allowed, as a share of the measured bytes.
+    """
     by_world = sorted(cases, key=lambda each: each.case.world)
     wrong = []
     for world, group in itertools.groupby(by_world, key=lambda each: each.case.world):
         planned = [(each, _plan_all(each)) for each in group]
-        of_ranks = run_world(world, measure_processes, planned, timeout_s=240)
+        of_ranks = run_world(world, measuring or measure_processes, planned, timeout_s=240)
         for i, (each, of_stages) in enumerate(planned):
             for number, expected in of_stages.items():
                 measured = _most(ranks[i][number] for ranks in of_ranks)
                 for j, (a, b) in enumerate(zip(expected, measured, strict=True)):
-                    off = {k: (a[k], b[k]) for k in b if abs(a[k] - b[k]) > NUMBER}
+                    off = {
+                        k: (a[k], b[k]) for k in b if abs(a[k] - b[k]) > max(NUMBER, share * b[k])
+                    }
                     if off:
                         wrong.append(f"{each.name} stage {number} slice {j}: {off}")
     return wrong
@@ -125,6 +152,13 @@ def measure_processes(
                 of_case[number] = least
             found.append(of_case)
     return found
+
+
+def measure_classes(world: World, planned: Any) -> Any:
+    """Do as :func:`measure_processes`; experts get equally many rows."""
+    from tests.parity.class_models import measure_evenly
+
+    return measure_evenly(measure_processes, world, planned)
 
 
 @contextmanager

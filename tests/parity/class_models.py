@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -150,6 +151,36 @@ def settle(one: ClassCase) -> tuple[Config, Layout]:
     return resolve(
         config.model_copy(update={"model": model}), one.case.world, None, measure=BY_UNITS
     )
+
+
+@dataclass(frozen=True)
+class ClassStages:
+    """Stages of a class to be measured, like :class:`tests.parity.planned_stages.Stages`."""
+
+    folder: Path
+    case: Case
+    rows: None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name} {self.case.name}"
+
+    @property
+    def stages(self) -> Sequence[int]:
+        return range(self.case.pp)
+
+    def configure(self) -> tuple[Config, Layout]:
+        return settle(ClassCase(self.folder, self.case))
+
+
+def measure_evenly(measure: Callable[..., Any], world: World, planned: Any) -> Any:
+    """Call `measure` with experts that all get equally many rows, as in plans."""
+
+    def counts(of_row: torch.Tensor, number: int) -> list[int]:
+        return experts.even_counts(len(of_row), number)
+
+    with mock.patch.object(experts, "row_counts", counts):
+        return measure(world, planned)
 
 
 def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:

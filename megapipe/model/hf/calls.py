@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megapipe.model.hf.outline import Outline, UnfitClassError
 from megapipe.model.hf.stand_ins import Call, ReachedError, suppressed_packing
@@ -37,7 +38,7 @@ class LayerCalls:
     def __deepcopy__(self, memo: Any) -> LayerCalls:
         return self
 
-    def calls(self, x: Tensor) -> list[Call]:
+    def of(self, x: Tensor) -> list[Call]:
         """Return the call of each layer for a hidden state x [b, s, h]."""
         key = (x.shape[:2], x.device)
         if key not in self._known:
@@ -46,6 +47,11 @@ class LayerCalls:
             ids = torch.zeros(*x.shape[:2], dtype=torch.int64, device=x.device)
             self._known[key] = self._run(ids)
         return self._known[key]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments that are kept."""
+        leaves = tree_leaves(list(self._known.values()))
+        return [each for each in leaves if isinstance(each, Tensor)]
 
     @torch.no_grad()
     def _run(self, ids: Tensor) -> list[Call]:

@@ -30,7 +30,7 @@ def experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     of_row = chosen.flatten()
     order = of_row.argsort(stable=True)
     tokens = order // top_k
-    counts = _even(len(of_row), number) if hidden.is_meta else _counts(of_row, number)
+    counts = even_counts(len(of_row), number) if hidden.is_meta else row_counts(of_row, number)
     up = (self.gate_up_proj, "gate_up_proj") if self.has_gate else (self.up_proj, "up_proj")
     rows = _by_expert(self, hidden[tokens], *up, counts)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
@@ -50,12 +50,12 @@ def _by_expert(self: Any, rows: Tensor, weight: Tensor, name: str, counts: list[
     return torch.cat([functional.linear(*part) for part in parts])
 
 
-def _counts(of_row: Tensor, number: int) -> list[int]:
+def row_counts(of_row: Tensor, number: int) -> list[int]:
     counts: list[int] = torch.bincount(of_row, minlength=number).tolist()
     return counts
 
 
-def _even(rows: int, number: int) -> list[int]:
+def even_counts(rows: int, number: int) -> list[int]:
     """Return the number of rows of each expert if all have equally many, up to one."""
     return [rows // number + (expert < rows % number) for expert in range(number)]
 

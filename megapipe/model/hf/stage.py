@@ -11,6 +11,7 @@ from torch import Tensor
 from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.microbatch import MicroBatch
 from megapipe.layers.recompute import recompute, save_all
+from megapipe.model.hf.units import LayerUnit
 from megapipe.model.modules.stage import ModuleStage
 
 
@@ -34,6 +35,11 @@ class ClassStage(ModuleStage):
             policy = recompute if "block" in span.policy.recompute else save_all
             y = policy(partial(self._segment, numbers[start:stop]), y, mb)
         return self.run_layers(numbers[stop:], y, mb)
+
+    def constants(self) -> list[Tensor]:
+        """Return tensors that are kept for all micro-batches: masks, rotary tables."""
+        units = [each for each in self.layers.values() if isinstance(each, LayerUnit)]
+        return units[0].calls.tensors() if units else []
 
     def _segment(
         self, numbers: Sequence[int], x: Tensor, mb: MicroBatch, *, skip_output: bool = False

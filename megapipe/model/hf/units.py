@@ -58,10 +58,10 @@ class LayerUnit(Unit):
         super().__init__()
         self.layer, self.number = layer, number
         self.outside = f"{outline.stack}.{number}"
-        self.__dict__["calls"] = calls
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        args, kwargs = self.__dict__["calls"].calls(x)[self.number]
+        args, kwargs = self.calls.of(x)[self.number]
         y = self.layer(x, *args, **kwargs)
         return y[0] if isinstance(y, tuple) else y
 
