@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from megapipe import train
+from megapipe.checkpoint.find import find_checkpoint
+from megapipe.convert import export
 from megapipe.errors import ConfigError
 from megapipe.testing import run_world
 from tests.parity.cases import Case
@@ -77,6 +82,41 @@ def test_pipelines(family: str, folders: Path) -> None:
 )
 def test_tensor_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), SPLIT)
+
+
+@pytest.mark.parametrize("family", ["smollm3", pytest.param("mixtral", marks=pytest.mark.full)])
+def test_a_run_goes_on_in_another_layout_and_is_exported(
+    family: str, folders: Path, tmp_path: Path
+) -> None:
+    """The export has the bits of the checkpoint, and is what an uninterrupted run has learned."""
+    keys = {
+        "model.source": f"hf:{folder_of(folders, family)}",
+        "model.dtype": "fp64",
+        "run.folder": str(tmp_path),
+        "pipeline.transport": "in_process",
+        "train.steps": 3,
+        "train.sequence_length": 8,
+        "train.global_batch": 4,
+        "train.microbatch": 1,
+        "train.validation_samples": 4,
+    }
+    whole = train({**keys, "run.name": "whole", "parallel.pp": 2})
+    train({**keys, "run.name": "parts", "parallel.pp": 4, "train.stop_after": 2})
+    zb_v = {"parallel.pp": 2, "pipeline.schedule": "zb_v"}
+    parts = train({**keys, **zb_v, "run.name": "parts"})
+    models = []
+    for run in (whole, parts):
+        checkpoint = find_checkpoint(run, verify=False)
+        export(checkpoint, tmp_path / f"of_{run.name}", shard_bytes=40_000)
+        model, about = AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"of_{run.name}", dtype=torch.float64, output_loading_info=True
+        )
+        assert not any(about.values()), about
+        named = dict(model.named_parameters())
+        assert all(p.equal(checkpoint.read(f"model/{name}")) for name, p in named.items())
+        models.append(named)
+    for name, parameter in models[0].items():
+        assert torch.allclose(parameter, models[1][name], rtol=1e-9, atol=1e-12), name
 
 
 @pytest.mark.parametrize("family", sorted(UNSPLIT))

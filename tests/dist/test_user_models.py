@@ -29,7 +29,9 @@ def check_all(all_of_them: Sequence[Own]) -> None:
                 raise
 
 
-MODELS = ("plain", "split", "tied", "tuples", "functions", "parallel", "shared")
+MODELS = (
+    *("plain", "split", "tied", "tuples", "functions", "tied_functions", "parallel", "shared"),
+)
 
 
 @in_parts("model", MODELS, default=["functions"], full=["tuples"])

@@ -220,6 +220,19 @@ def functions(vocab_size: int, depth: int) -> list[Callable[[], nn.Module]]:
     ]
 
 
+def tied_functions(vocab_size: int, depth: int) -> list[Callable[[], nn.Module]]:
+    """Return functions that make the layers; the first and the last share a matrix."""
+    table = nn.Embedding(vocab_size, WIDTH)
+
+    def head() -> nn.Module:
+        made = Linear(WIDTH, vocab_size, bias=False)
+        made.weight = table.weight
+        return made
+
+    inner = [partial(Mixer, Linear, nn.Linear) for _ in range(depth - 2)]
+    return [lambda: table, *inner, head]
+
+
 @dataclass(frozen=True)
 class Own:
     """A model of this file in a layout; `case` has no effect on the model itself."""
