@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.cli import parse
-from megapipe.convert import HuggingFaceFolder, export, hub
+from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.commands import main
 from megapipe.errors import DataError
+from megapipe.model import hub
 from tests.parity.both_ways import MODEL, change_json, write_both_ways
 from tests.parity.converted import assert_same, state_of, write_checkpoint
 from tests.parity.reference import init_random
