@@ -24,6 +24,7 @@ TESTS = (
     *("tests/unit/data/test_tokenizer.py", "tests/unit/convert/test_convert_command.py"),
     *("tests/unit/convert/test_tokenizer.py", "tests/unit/model/test_hf.py"),
     *("tests/unit/config/test_config.py", "tests/unit/test_cli.py", "tests/unit/observe"),
+    "tests/dist/test_class_models.py",
 )
 
 
