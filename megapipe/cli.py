@@ -163,7 +163,7 @@ def parse(argv: Sequence[str]) -> Command:
             path = argument
     assignments += [(key, values[name]) for name, key in KEY_OPTIONS.items() if name in values]
     defaults: str | None = None
-    if path is not None and is_class_name(path):
+    if is_class_name(path):
         given, defaults = _from_class(path, {key for key, _ in assignments})
     elif path is not None:
         given = _read(presets.find(path))

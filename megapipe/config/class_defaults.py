@@ -16,6 +16,8 @@ CONTINUED: Mapping[str, Any] = {
     "train.microbatch": 1,
 }
 """Values for continued pretraining, as far as they do not depend on the class."""
+DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "bf16"}
+"""Number type of a run by that of a folder: fp16 would need a scaled loss."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 """Files of which a folder with a tokenizer has at least one."""
 
@@ -44,7 +46,7 @@ def class_defaults(source: str, folder: Path) -> dict[str, Any]:
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype")
     values: dict[str, Any] = {
         "model.source": source,
-        "model.dtype": "fp32" if dtype in (None, "float32") else "bf16",
+        "model.dtype": DTYPES.get(str(dtype), "fp32"),
         "train.sequence_length": min(MOST_TOKENS, positions),
         **CONTINUED,
     }

@@ -85,7 +85,7 @@ def user_code_keys(config: Config) -> Iterator[tuple[str, str]]:
         value = attrgetter(key)(config)
         if value is not None and is_user_code(value):
             yield key, value
-    if is_class_name(config.model.source or "") and config.model.options.get(REMOTE_CODE):
+    if is_class_name(config.model.source) and config.model.options.get(REMOTE_CODE):
         yield f"model.options.{REMOTE_CODE}", "true"
     for name, layout in config.parallel.elastic_layouts.items():
         if layout.schedule is not None and is_user_code(layout.schedule):

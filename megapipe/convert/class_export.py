@@ -106,7 +106,8 @@ class ExportedClass:
         return rounded
 
     def write_config(self, folder: Path, **extra: Any) -> Any:
-        """Write the class's ``config.json``, with further keys `extra`; return the config."""
+        """Write the class's own ``config.json`` and return the config. Special tokens are the
+        class's too, whatever tokenizer a run had: `extra` is not used."""
         config = deepcopy(self.factory.source.config)
         config.architectures = [type(self.factory.bare).__name__]
         config.dtype = TORCH_DTYPES[self.dtype]

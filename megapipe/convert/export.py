@@ -111,7 +111,8 @@ class Exported(Protocol):
         """Yield each tensor with its name."""
 
     def write_config(self, folder: Path, **extra: Any) -> Any:
-        """Write ``config.json``, with further keys `extra`; return the config."""
+        """Write ``config.json`` and return the config. `extra`: the tokenizer's special tokens, for
+        a class that has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _exported(
 ) -> Exported:
     """Return a checkpoint's model in the form of its class."""
     model = stored_model(checkpoint.config)
-    if model.source is None or not is_class_name(model.source):
+    if not is_class_name(model.source):
         row = class_of_run(checkpoint, model_type)
         return _OfFamily(row, ExportedWeights.of_class(checkpoint, row, dtype), is_checked)
     from megapipe.convert.class_export import ExportedClass  # loads transformers
@@ -234,7 +235,7 @@ def check_export(model: ModelConfig) -> None:
     """Compare a resolved model, at toy width, with the class that it would be exported as. Raises
     ConfigError if no class can express the model, or the class computes another model. A class of
     transformers is exported as itself, and not compared."""
-    if model.source is not None and is_class_name(model.source):
+    if is_class_name(model.source):
         return
     row = row_of(model)
     config = config_to_hf(model, row.model_type)

@@ -79,9 +79,7 @@ def _check_checkpoints(config: Config, processes: int) -> None:
 def _check_export(config: Config) -> None:
     """Refuse ``checkpoint.export_every`` for a model that no Hugging Face class can represent."""
     every, model = config.checkpoint.export_every, config.model
-    if not every or model.vocab_size is None:
-        return
-    if model.source is not None and is_class_name(model.source):
+    if not every or model.vocab_size is None or is_class_name(model.source):
         return
     if model.source is not None:
         raise ConfigError(

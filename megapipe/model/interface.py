@@ -221,6 +221,11 @@ class ModelSpec(ABC):
         """Return the number of routing statistics that each MoE layer reports per step."""
         return {}
 
+    @property
+    def fingerprint(self) -> str:
+        """Text that differs for models that the section `model` does not tell apart."""
+        return ""
+
     def kind(self, layer: int) -> Hashable:
         """Return a key that is equal for layers that differ only in the values of their weights."""
         return layer

@@ -257,6 +257,7 @@ def _others(config: Config, layout: Layout) -> Mapping[str, Any]:
         "train": [train.sequence_length, train.loss_function],
         "parallel": [parallel.sequence_parallel, parallel.backend, parallel.ranks_per_node],
         "sizes": [layout.tp, layout.cp, layout.ep, layout.etp, layout.ranks_per_node],
+        "model": layout.model.fingerprint,
         "replicas": layout.dp if layout.model.experts() else None,
         "lengths": layout.local_lengths,
         "system": config.plan.system,

@@ -16,7 +16,7 @@ import traceback
 from _sitebuiltins import Quitter  # quit and exit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megapipe.errors import MegapipeError
 from megapipe.util.paths import exists
@@ -39,9 +39,9 @@ def is_user_code(text: str) -> bool:
     return re.fullmatch(_SPEC, text) is not None and not is_class_name(text)
 
 
-def is_class_name(text: str) -> bool:
+def is_class_name(text: str | None) -> TypeGuard[str]:
     """Whether `text` names a class of transformers, as ``hf:FOLDER``."""
-    return text.startswith(TRANSFORMERS)
+    return text is not None and text.startswith(TRANSFORMERS)
 
 
 def is_source(text: str) -> bool:

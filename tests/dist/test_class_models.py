@@ -13,7 +13,6 @@ from megapipe import train
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.convert import export
 from megapipe.errors import ConfigError
-from megapipe.testing import run_world
 from tests.parity.cases import Case
 from tests.parity.class_models import (
     FAMILIES,
@@ -24,6 +23,7 @@ from tests.parity.class_models import (
     settle,
 )
 from tests.parity.tiers import in_parts
+from tests.parity.user_models import check_in_worlds
 
 IN_FP32 = {"deepseek_v3", "gemma3_text", "qwen3_next"}
 """Families whose classes compute routers, norms or recurrences in fp32, whatever their type."""
@@ -56,17 +56,10 @@ def folder_of(folders: Path, family: str) -> Path:
 
 
 def check(folder: Path, cases: Sequence[Case]) -> None:
-    """Train a class in all layouts, those with equally many processes in one world."""
+    """Train a class in all layouts."""
     in_double = folder.name in IN_FP32
-    for size in sorted({case.world for case in cases}):
-        group = [ClassCase(folder, case, in_double) for case in cases if case.world == size]
-        results = run_world(size, run_classes, group)
-        for number, one in enumerate(group):
-            try:
-                check_class(one, [outcomes[number] for outcomes in results])
-            except AssertionError as error:
-                error.add_note(f"{folder.name}: {one.case.name}")
-                raise
+    every = [ClassCase(folder, case, in_double) for case in cases]
+    check_in_worlds(every, run_classes, check_class)
 
 
 @in_parts("family", FAMILIES, default=["smollm3"], full=["gpt_oss", "deepseek_v3"])

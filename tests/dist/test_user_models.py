@@ -7,26 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from megapipe.schedule.generators import names
-from megapipe.testing import run_world
 from tests.parity.cases import Case
 from tests.parity.registry_cases import smallest
 from tests.parity.tiers import in_parts, one_of
-from tests.parity.user_models import Own, check_own, run_own, settle
+from tests.parity.user_models import Own, check_in_worlds, check_own, run_own, settle
 
 
 def check_all(all_of_them: Sequence[Own]) -> None:
     """Train and check the models of one world size in one world."""
-    by_world: dict[int, list[Own]] = {}
-    for own in all_of_them:
-        by_world.setdefault(own.case.world, []).append(own)
-    for size, group in sorted(by_world.items()):
-        results = run_world(size, run_own, group)
-        for i, own in enumerate(group):
-            try:
-                check_own(own, [outcomes[i] for outcomes in results])
-            except AssertionError as error:
-                error.add_note(f"{own.model}: {own.case.name}")
-                raise
+    check_in_worlds(all_of_them, run_own, check_own)
 
 
 MODELS = (

@@ -140,6 +140,10 @@ class ClassCase:
     all_in_double: bool = False
     """Whether :class:`AllInDouble` holds."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}: {self.case.name}"
+
     def mode(self) -> AbstractContextManager[Any]:
         return AllInDouble() if self.all_in_double else nullcontext()
 
@@ -193,7 +197,7 @@ def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:
             with one.mode():
                 results.append(train(step, one.case, validate=False))
         except Exception as error:
-            error.add_note(f"{one.folder.name}: {one.case.name}")
+            error.add_note(one.name)
             raise
     return results
 

@@ -20,7 +20,7 @@ from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.modules.units import ModelFactory, parameter_places
 from megapipe.plan.measurements import BY_UNITS
-from megapipe.testing import World
+from megapipe.testing import World, run_world
 from tests.parity.cases import Case, batch_of, configure
 from tests.parity.mixture import Told
 from tests.parity.outcome import Outcome, assemble
@@ -243,6 +243,10 @@ class Own:
     loss: str | None = None
     """Name of a loss in this file."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.case.name}"
+
 
 def settle(own: Own) -> tuple[Config, Layout]:
     """Return the resolved configuration, and the layout."""
@@ -269,7 +273,7 @@ def run_own(world: World, all_of_them: Sequence[Own]) -> list[Outcome]:
             step = TrainStep(config, layout, world.mesh(case.grid))
             results.append(train(step, case, validate=False))
         except Exception as error:
-            error.add_note(f"{own.model}: {own.case.name}")
+            error.add_note(own.name)
             raise
     return results
 
@@ -340,6 +344,28 @@ def plain_steps(
         after = {name: p.detach().clone() for name, p in named.items()}
         steps.append(Step(loss.item(), grads, norm, after, Told(case.batch)))
     return initial, steps
+
+
+def check_in_worlds(
+    every: Sequence[Any],
+    run: Callable[[World, Sequence[Any]], list[Outcome]],
+    check: Callable[[Any, Sequence[Outcome]], None],
+) -> None:
+    """Train and check all of `every`, objects with a `case`: those of one world size in one world.
+
+    `run` trains some on a rank, and `check` looks at what all ranks saw of one.
+    """
+    by_world: dict[int, list[Any]] = {}
+    for one in every:
+        by_world.setdefault(one.case.world, []).append(one)
+    for size, group in sorted(by_world.items()):
+        results = run_world(size, run, group)
+        for i, one in enumerate(group):
+            try:
+                check(one, [outcomes[i] for outcomes in results])
+            except AssertionError as error:
+                error.add_note(one.name)
+                raise
 
 
 def check_own(own: Own, outcomes: Sequence[Outcome]) -> None:

@@ -116,7 +116,10 @@ class UnitFactory:
         """Return a tensor that no unit trains: a buffer, or a parameter without effect."""
         if self._weights is not None:
             return self._weights.read([name])[name]
-        return self.bare.get_buffer(name).clone()
+        tensor: Tensor = self.bare.state_dict()[name]
+        if tensor.is_meta:
+            raise self.problem(f"{name} has no effect and no values: it cannot be exported")
+        return tensor.clone()
 
     def sketch(self) -> list[nn.Module]:
         """Return all units without values, on torch's meta device."""

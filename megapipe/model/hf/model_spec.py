@@ -33,7 +33,12 @@ class TransformersSpec(ModuleListSpec):
 
     @cached_property
     def _source(self) -> UnitFactory:
-        return _factory(ClassSource(self.source, tuple(self.options.items()), self.own_dtype))
+        source = ClassSource(self.source, tuple(self.options.items()), self.own_dtype)
+        return _factory(source, source.fingerprint)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._source.source.fingerprint
 
     @property
     def vocab_size(self) -> int:
@@ -97,8 +102,9 @@ class TransformersSpec(ModuleListSpec):
 
 
 @lru_cache(maxsize=4)
-def _factory(source: ClassSource) -> UnitFactory:
-    """Return the factory of a source; specs of one run share it, since it takes seconds."""
+def _factory(source: ClassSource, fingerprint: str) -> UnitFactory:
+    """Return the factory of a source with this fingerprint. Specs of one run share it, since it
+    takes seconds."""
     return UnitFactory(source)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import logging as transformers_logging
@@ -109,6 +110,11 @@ class ClassSource:
         """Number of token ids of the class."""
         size: int = self.config.get_text_config(decoder=True).vocab_size
         return size
+
+    @property
+    def fingerprint(self) -> str:
+        """The configuration, and the version of the code that it belongs to, as text."""
+        return f"transformers {transformers.__version__} {self.config.to_json_string()}"
 
     @cached_property
     def files(self) -> TensorFiles | None:

@@ -113,6 +113,17 @@ def layout_of(resolved_of: Callable[..., tuple[Config, Layout]]) -> Callable[...
 TP2 = "parallel.tp=2"
 
 
+class Scaled(nn.Module):
+    """A layer that multiplies the shard of a value by the mean of its whole input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ColumnLinear(WIDTH, 2 * WIDTH), RowLinear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * x.mean(-1, keepdim=True))  # type: ignore[no-any-return]
+
+
 def normed(own: Any, x: Tensor) -> Tensor:
     return own.norm(x)  # type: ignore[no-any-return]
 
@@ -123,6 +134,10 @@ def normed(own: Any, x: Tensor) -> Tensor:
         (
             lambda: [pair(normed, norm=nn.LayerNorm(2 * WIDTH))],
             "layer 1: norm.weight is used between a ColumnLinear and a RowLinear",
+        ),
+        (
+            lambda: [Scaled()],
+            "layer 1: a value that all of parallel.tp=2 ranks have is used between a ColumnLinear",
         ),
         (
             lambda: [pair(lambda own, x: functional.dropout(x, 0.1))],
@@ -155,6 +170,7 @@ def normed(own: Any, x: Tensor) -> Tensor:
     ],
     ids=[
         "parameter",
+        "whole value",
         "dropout",
         "drawn",
         "no row",
