@@ -165,7 +165,7 @@ BELOW = {
     "parallel.elastic_layouts": "a.pp=2",
     "plan.links": "0-1=2",
 }
-"""Settings below keys that hold several sections by name."""
+"""Settings below keys that hold several values by name; others take a=x."""
 ALONE = {
     "parallel.dp": "follows from the number of processes and the other axes; it differs with them",
     "plan.gpus": "is the number of processes of a plan; a run has its launcher's and no such key",
@@ -225,7 +225,7 @@ def arguments(key: str, info: FieldInfo) -> Iterator[str]:
         yield f"{key}={FORMS[key]}"
         return
     if key in MAPPINGS:
-        yield f"{key}.a=x" if MAPPINGS[key] is None else f"{key}.{BELOW[key]}"
+        yield f"{key}.{BELOW.get(key, 'a=x')}"
         return
     default = info.get_default(call_default_factory=True)
     for value in candidates(info.annotation, default):
