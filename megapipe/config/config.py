@@ -442,10 +442,8 @@ class Config(Section):
 
     @property
     def resets_positions(self) -> bool:
-        """Whether positions restart in each document. This holds only for learned positions, as
-        rotary positions and ALiBi depend on distances only."""
-        learned = self.model.source is None and self.model.positions == "learned"
-        return learned and self.data.resets_positions
+        """Whether positions restart in each document."""
+        return self.model.may_learn_positions and self.data.resets_positions
 
     def loss_tokens(self, *, cuda: bool) -> int:
         """Return the maximum number of tokens whose logits exist at a time; 0, which means all, for

@@ -8,7 +8,7 @@ from megapipe.config.moe import MoEConfig
 from megapipe.config.rope import WINDOW, RopeConfig
 from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
 from megapipe.util.dtypes import Dtype
-from megapipe.util.user_code import is_user_code, names_or_code
+from megapipe.util.user_code import is_class_name, is_user_code, names_or_code
 
 NORMS = ("layernorm", "rmsnorm")
 
@@ -153,6 +153,12 @@ class ModelConfig(Section):
         """Return the number of positions that a token attends to in a layer; None: all."""
         every = self.full_attention_every
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
+
+    @property
+    def may_learn_positions(self) -> bool:
+        """Whether positions can matter beyond distances, as learned positions do; rotary positions
+        and ALiBi depend on distances only."""
+        return is_class_name(self.source) or (self.source is None and self.positions == "learned")
 
     @property
     def own_norm(self) -> bool:

@@ -64,7 +64,7 @@ class Model:
         )
         masks = source.data.masks_documents
         self._document_end = source.tokenizer.eod if masks else None
-        self._resets = source.model.positions == "learned" and source.data.resets_positions
+        self._resets = source.model.may_learn_positions and source.data.resets_positions
 
     @property
     def vocab_size(self) -> int:

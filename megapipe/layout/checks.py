@@ -143,17 +143,17 @@ def _check_support(config: Config, family: ModelSpec) -> None:
         ),
         ("lora", config.lora.rank is not None, f"lora.rank={config.lora.rank}", "null"),
     ]
-    lacking = [
-        (setting, expected)
-        for feature, is_used, setting, expected in uses
-        if is_used and feature not in family.supports
-    ]
+    supported = family.supports
+    lacking = [each for each in uses if each[1] and each[0] not in supported]
     if lacking:
-        what, right = ", ".join(setting for setting, _ in lacking), lacking[0][1]
-        if len(lacking) > 1:
-            right = ", ".join(f"{setting.partition('=')[0]}={value}" for setting, value in lacking)
+        what = ", ".join(setting for _, _, setting, _ in lacking)
+        right = ", ".join(f"{setting.partition('=')[0]}={value}" for *_, setting, value in lacking)
+        if len(lacking) == 1:
+            right = lacking[0][-1]
+        reasons = dict.fromkeys(filter(None, (family.why_not(each[0]) for each in lacking)))
+        why = f" ({'; '.join(reasons)})" if reasons else ""
         it = "it" if len(lacking) == 1 else "them"
-        raise ConfigError(f"{what}: {family.name} has no support for {it}; expected {right}")
+        raise ConfigError(f"{what}: {family.name} has no support for {it}{why}; expected {right}")
     if config.train.loss_function is not None and kernels.loss_chunk_tokens:
         raise ConfigError(
             f"kernels.loss_chunk_tokens={kernels.loss_chunk_tokens}: "

@@ -8,7 +8,8 @@ from megapipe.config.config import Config
 from megapipe.config.context import ContextConfig
 from megapipe.context.split import PositionSplit
 from megapipe.errors import ConfigError
-from megapipe.text import divisors_hint, join_or, nearest_multiples
+from megapipe.model.kernel_needs import AttentionNeeds
+from megapipe.text import count_noun, divisors_hint, join_or, nearest_multiples
 
 WITH_LSE = ("auto", "flash", "efficient", "cudnn", "flash_attn")
 """Attention kernels that return the log-sum-exp, with which partial results are merged."""
@@ -34,8 +35,13 @@ def split_of(config: Config) -> PositionSplit:
     )
 
 
-def check_context(config: Config, split: PositionSplit, slices: int) -> None:
-    """Raise :class:`ConfigError` for settings that context parallelism does not support."""
+def check_context(
+    config: Config, split: PositionSplit, slices: int, attention: AttentionNeeds | None
+) -> None:
+    """Raise :class:`ConfigError` for settings that context parallelism does not support.
+
+    `attention`: sizes of the model's attention; None: it has none that megapipe computes.
+    """
     context, setting = config.context, f"parallel.cp={split.cp}"
     if split.cp == 1 and config.activations.keep_attention:
         setting = "activations.keep_attention=true"
@@ -43,7 +49,8 @@ def check_context(config: Config, split: PositionSplit, slices: int) -> None:
         return
     _check_plan(config.context, split)
     _check_model(config, setting)
-    _check_heads(config, split)
+    if attention is not None:
+        _check_heads(attention, split.ulysses)
     _check_length(config, split)
     if slices > 1:
         _check_slices(context)
@@ -131,19 +138,18 @@ def _check_model(config: Config, setting: str) -> None:
             raise ConfigError(f"{setting} needs {expected}")
 
 
-def _check_heads(config: Config, split: PositionSplit) -> None:
-    n, tp = split.ulysses, config.parallel.tp
-    heads, groups = config.model.heads // tp, (config.model.kv_heads or 1) // tp
-    each = f" / parallel.tp={tp}" if tp > 1 else ""
+def _check_heads(attention: AttentionNeeds, n: int) -> None:
+    """Refuse a number `n` of Ulysses ranks that does not divide the heads."""
+    heads, groups = attention.heads, attention.groups
     if heads % n:
         raise ConfigError(
-            f"context.ulysses={n} does not divide model.heads{each} = {heads}: "
-            f"{divisors_hint('ulysses', heads, n)}"
+            f"context.ulysses={n} does not divide the {count_noun(heads, 'query head')} of a "
+            f"tensor-parallel rank: {divisors_hint('ulysses', heads, n)}"
         )
     if groups % n and n % groups:
         raise ConfigError(
-            f"context.ulysses={n} and model.kv_heads{each} = {groups}: expected one to divide the "
-            "other"
+            f"context.ulysses={n} and the {count_noun(groups, 'KV head')} of a tensor-parallel "
+            "rank: expected one to divide the other"
         )
 
 

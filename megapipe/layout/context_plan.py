@@ -13,6 +13,7 @@ from megapipe.context.plan import Kind, Message, Plan, PlanError, RankPlan
 from megapipe.context.split import PositionSplit
 from megapipe.context.tensors import RingTensors, size_of, split_groups
 from megapipe.errors import ConfigError
+from megapipe.model.kernel_needs import AttentionNeeds
 from megapipe.util.user_code import UserCode, is_user_code
 
 Pass = Literal["F", "I"]
@@ -46,14 +47,16 @@ class ContextPlans(NamedTuple):
         )
 
 
-def context_plans(config: Config, split: PositionSplit) -> ContextPlans:
-    """Make the ring plans. Raises :class:`ConfigError` unless they compute each visible pair of
-    query and key blocks once."""
+def context_plans(
+    config: Config, split: PositionSplit, attention: AttentionNeeds | None
+) -> ContextPlans:
+    """Make the ring plans of a model's `attention`. Raises :class:`ConfigError` unless they compute
+    each visible pair of query and key blocks once."""
     forward = _plan(config, split.ring)
-    if split.ring == 1:
+    if split.ring == 1 or attention is None:
         return ContextPlans(forward, forward)
     backward = forward
-    if config.context.algorithm in TURNED and queries_travel(config, split):
+    if config.context.algorithm in TURNED and queries_travel(config, split, attention):
         backward = plans.travelling_queries(forward)
     blocks = split.local([config.train.sequence_length], 0).blocks
     first = [min(run.first for run in block.runs) for block in blocks]
@@ -99,12 +102,12 @@ def _own_plan(spec: str, n: int) -> Plan:
     return Plan(spec, rounds)
 
 
-def queries_travel(config: Config, split: PositionSplit) -> bool:
+def queries_travel(config: Config, split: PositionSplit, attention: AttentionNeeds) -> bool:
     """Whether queries circulate in the backward, instead of keys and values; gradients circulate
     too. By default the tensors with fewer bytes circulate (BurstAttention, 2403.09347)."""
     if config.context.backward_circulates != "auto":
         return config.context.backward_circulates == "queries"
-    tensors = ring_tensors(config, split)
+    tensors = ring_tensors(config, split, attention)
 
     def size(kind: Kind) -> int:
         bundle = tensors.carried("bundle", kind, backward=True)
@@ -114,11 +117,9 @@ def queries_travel(config: Config, split: PositionSplit) -> bool:
     return size("queries") < size("keys")
 
 
-def ring_tensors(config: Config, split: PositionSplit) -> RingTensors:
+def ring_tensors(config: Config, split: PositionSplit, attention: AttentionNeeds) -> RingTensors:
     """Return the shapes of a micro-batch's tensors on a ring's ranks, for uncut sequences."""
-    model, tp, n = config.model, config.parallel.tp, split.ulysses
-    assert model.kv_heads is not None
-    assert model.head_dim is not None
+    n, head_dim = split.ulysses, attention.head_dim
     rows = config.train.sequence_length // split.ring, config.train.microbatch
-    heads, groups = model.heads // tp // n, split_groups(model.kv_heads // tp, n) // n
-    return RingTensors((*rows, heads, model.head_dim), (*rows, groups, model.head_dim))
+    heads, groups = attention.heads // n, split_groups(attention.groups, n) // n
+    return RingTensors((*rows, heads, head_dim), (*rows, groups, head_dim))

@@ -140,7 +140,8 @@ def _resolve(
     check_slice_times(config, is_cut=by_time or schedule.slices > 1)
     check_pieces(config, slices=schedule.slices, halves=bool(schedule.sizes))
     split = split_of(config)
-    check_context(config, split, schedule.slices)
+    attention = family.kernel_needs.attention
+    check_context(config, split, schedule.slices, attention)
     stages = _partition(config, family, schedule.placement)
     tuples = sends_tuples(config, family, stages)
     scatter = uses_scatter_gather(config, tuples)
@@ -175,7 +176,7 @@ def _resolve(
         slice_lengths=slice_lengths,
         loss_chunk=family.conditions.loss_chunk,
         split=split,
-        context=context_plans(config, split),
+        context=context_plans(config, split, attention),
         replicas=replica_policy(
             config.optimizer,
             max_replicas(family, dp * parallel.cp, of_experts),

@@ -28,7 +28,8 @@ def transformers_layers(model: Any) -> list[nn.Module]:
             is the same for all samples.
     """
     from megapipe.model.hf.calls import LayerCalls
-    from megapipe.model.hf.outline import UnfitClassError, outline_of
+    from megapipe.model.hf.outline import outline_of
+    from megapipe.model.hf.stand_ins import UnfitClassError
     from megapipe.model.hf.units import units_of
 
     try:

@@ -136,6 +136,10 @@ class ModelSpec(ABC):
     def supports(self) -> Collection[Feature]:
         """Features that the model supports."""
 
+    def why_not(self, feature: Feature) -> str:
+        """Say why the model does not support a feature, "" if there is no more to say."""
+        return ""
+
     @property
     @abstractmethod
     def dtype(self) -> Dtype:

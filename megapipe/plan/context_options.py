@@ -24,6 +24,7 @@ from megapipe.layout.context_plan import (
     context_plans,
     ring_tensors,
 )
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.p2p import link_speed
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.kernel_time import KernelTime
@@ -125,10 +126,11 @@ class Attention(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> Attention:
         """Describe the attention of a resolved configuration. Raises :class:`ConfigError`."""
-        split = split_of(config)
-        check_context(config, split, 1)
-        plans, tensors = context_plans(config, split), ring_tensors(config, split)
-        return cls(split, plans, tensors, config.model.dtype)
+        split, attention = split_of(config), model_spec_of(config).kernel_needs.attention
+        assert attention is not None, "asked for a model whose attention megapipe computes"
+        check_context(config, split, 1, attention)
+        plans = context_plans(config, split, attention)
+        return cls(split, plans, ring_tensors(config, split, attention), config.model.dtype)
 
     def sizes(self, what: Pass) -> Callable[[What, Kind], int]:
         """Return a function that counts the bytes of a message in pass `what`."""

@@ -228,9 +228,11 @@ def _context_lines(units: Units, speeds: Speeds) -> list[str]:
         travels = "queries" if layout.context.turned else "keys"
         back = f", the backward circulates {travels}" if context.algorithm in TURNED else ""
         parts.append(f"{context.algorithm} of {split.ring}, {context.position_split}{back}")
-    scores = config.train.microbatch * config.model.heads // layout.tp * layout.local_length
-    stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
-    parts.append(f"scores are not stored (they would take {size_text(stored)} per layer)")
+    attention = layout.model.kernel_needs.attention
+    if attention is not None:
+        scores = config.train.microbatch * attention.heads * layout.local_length
+        stored = scores * config.train.sequence_length * DTYPE_BYTES[config.model.dtype]
+        parts.append(f"scores are not stored (they would take {size_text(stored)} per layer)")
     F, I, W = (  # noqa: E741
         sum(units.flops(stage, what) for stage in range(layout.stages)) for what in SPLIT
     )

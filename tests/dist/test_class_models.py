@@ -29,12 +29,25 @@ IN_FP32 = {"deepseek_v3", "gemma3_text", "qwen3_next"}
 """Families whose classes compute routers, norms or recurrences in fp32, whatever their type."""
 UNSPLIT = {"phi3", "gpt_oss"}
 """Families without a plan that splits layers over tp."""
+UNATTENDED = {"gpt_oss", "qwen3_next"}
+"""Families of which some layers have attention sinks or are recurrent."""
+WINDOWS = {"gemma3_text"}
+"""Families whose layers see windows that are shorter than the samples."""
 PIPELINES = [
     Case(pp=2, m=3, masked=0.3, steps=3),
     Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, steps=3),
     Case(pp=2, chunks=2, schedule="interleaved_1f1b", m=4, steps=3),
     Case(pp=4, schedule="zb_h1", m=4, steps=3),
     Case(pp=2, m=3, activations="full", steps=3),
+]
+DOCUMENTS = [
+    Case(pp=2, m=3, masked=0.3, documents=True, steps=3),
+    Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, documents=True, activations="full", steps=3),
+]
+CONTEXT = [
+    Case(cp=2, m=2, masked=0.3, steps=3),
+    Case(cp=2, context="ulysses", m=2, steps=3),
+    Case(cp=2, pp=2, schedule="zb_h1", m=3, documents=True, activations="full", steps=3),
 ]
 SPLIT = [
     Case(tp=2, m=2, masked=0.3, steps=3),
@@ -67,12 +80,21 @@ def test_pipelines(family: str, folders: Path) -> None:
     check(folder_of(folders, family), PIPELINES)
 
 
-@in_parts(
-    "family",
-    [each for each in FAMILIES if each not in UNSPLIT],
-    default=["qwen3"],
-    full=["mixtral"],
-)
+def without(*lacking: set[str]) -> list[str]:
+    return [each for each in FAMILIES if each not in set().union(*lacking)]
+
+
+@in_parts("family", without(UNATTENDED), default=["smollm3"], full=["gemma3_text"])
+def test_documents(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), DOCUMENTS)
+
+
+@in_parts("family", without(UNATTENDED, WINDOWS), default=["smollm3"], full=["deepseek_v3"])
+def test_context_parallel(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), CONTEXT)
+
+
+@in_parts("family", without(UNSPLIT), default=["qwen3"], full=["mixtral"])
 def test_tensor_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), SPLIT)
 
@@ -112,8 +134,19 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(
         assert torch.allclose(parameter, models[1][name], rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.parametrize("family", sorted(UNSPLIT))
-def test_a_class_without_a_plan_is_refused(family: str, folders: Path) -> None:
-    one = ClassCase(folder_of(folders, family), SPLIT[0])
-    with pytest.raises(ConfigError, match=r"parallel\.tp=2"):
-        settle(one)
+@pytest.mark.parametrize(
+    ("family", "case", "reason"),
+    [
+        *((family, SPLIT[0], r"parallel\.tp=2") for family in sorted(UNSPLIT)),
+        ("gpt_oss", CONTEXT[0], "does not use transformers' interface of attention"),
+        ("gpt_oss", DOCUMENTS[0], "does not use transformers' interface of attention"),
+        ("qwen3_next", CONTEXT[0], "layer 0 passes values between positions in another way"),
+        ("qwen3_next", DOCUMENTS[0], "layer 0 passes values between positions in another way"),
+        ("gemma3_text", CONTEXT[0], "layer 0 sees a window of 6 positions"),
+    ],
+)
+def test_what_a_class_lacks_is_refused(
+    family: str, case: Case, reason: str, folders: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        settle(ClassCase(folder_of(folders, family), case))

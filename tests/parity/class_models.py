@@ -21,7 +21,7 @@ from megapipe.layout.resolve import resolve
 from megapipe.model.hf import experts
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World
-from tests.parity.cases import Case, configure
+from tests.parity.cases import END, Case, configure
 from tests.parity.outcome import Outcome
 from tests.parity.ranks import train
 from tests.parity.reference import Params, Step
@@ -193,7 +193,7 @@ def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:
     for one in every:
         try:
             config, layout = settle(one)
-            step = TrainStep(config, layout, world.mesh(one.case.grid))
+            step = TrainStep(config, layout, world.mesh(one.case.grid), document_end=END)
             with one.mode():
                 results.append(train(step, one.case, validate=False))
         except Exception as error:
@@ -209,6 +209,17 @@ def check_class(one: ClassCase, outcomes: Sequence[Outcome]) -> None:
     check_steps(outcomes, initial, steps, 1e-9)
 
 
+def by_document(row: torch.Tensor, logits_of: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return the logits [s, V] of a sample's tokens [s], each document computed alone.
+
+    `logits_of`: function (tokens [1, n], position of the first one) -> logits [1, n, V].
+    """
+    ends = [*(int(end) + 1 for end in (row == END).nonzero()), len(row)]
+    starts = [0, *ends[:-1]]
+    parts = [(row[a:b], a) for a, b in zip(starts, ends, strict=True) if a < b]
+    return torch.cat([logits_of(part[None], first)[0] for part, first in parts])
+
+
 def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, list[Step]]:
     """Return the initial weights, and the steps of the class in plain torch."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -217,8 +228,16 @@ def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, lis
     config, _ = settle(one)
     named = dict(model.named_parameters())
 
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    def logits_of(tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
+        positions = torch.arange(first, first + tokens.shape[1])[None]
+        logits: torch.Tensor = model(
+            input_ids=tokens, position_ids=positions, use_cache=False
+        ).logits
         return logits
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        if not one.case.documents:
+            return logits_of(tokens)
+        return torch.stack([by_document(row, logits_of) for row in tokens])
 
     return plain_steps(one.case, config, named, forward, rates)

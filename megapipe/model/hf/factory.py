@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.rng import seed_of, seeded
+from megapipe.model.hf import attention
 from megapipe.model.hf.calls import LayerCalls
-from megapipe.model.hf.outline import Outline, UnfitClassError, outline_of
+from megapipe.model.hf.outline import Outline, outline_of
 from megapipe.model.hf.source import ClassSource
+from megapipe.model.hf.stand_ins import UnfitClassError
 from megapipe.model.hf.tensor_parallel import plan_of, split_units
 from megapipe.model.hf.units import Unit, units_of
 from megapipe.model.hf.weights import FolderWeights, Known, draw_weights
 
 CPU = torch.device("cpu")
+FAILURES = (
+    RuntimeError,
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+)
+"""Errors of a class that does not run on the meta device, or not with masks as patterns."""
+
+
+class _Trial(NamedTuple):
+    """What a run of a class on torch's meta device has found."""
+
+    name: str
+    """Name of the class."""
+    attention: str | None
+    """Name of its attention in transformers; None: transformers chooses."""
+    outline: Outline
 
 
 class UnitFactory:
@@ -35,28 +58,39 @@ class UnitFactory:
         return self.source.problem(text)
 
     @cached_property
-    def on_meta(self) -> Any:
-        """The class on torch's meta device."""
-        return self.source.on_meta()
+    def _trial(self) -> _Trial:
+        """The class on torch's meta device, with megapipe's attention if that fits."""
+        with suppress(ConfigError, UnfitClassError, *FAILURES):
+            model = self.source.on_meta(attention.NAME)
+            outline = outline_of(model)
+            if any(outline.attention):
+                return _Trial(type(model).__name__, attention.NAME, outline)
+        model = self.source.on_meta(None)
+        name = type(model).__name__
+        try:
+            return _Trial(name, None, outline_of(model))
+        except UnfitClassError as error:
+            raise self._unfit(name, str(error)) from None
+        except FAILURES as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise self._unfit(name, f"it does not run on the meta device: {text}") from error
 
-    @cached_property
+    @property
+    def class_name(self) -> str:
+        return self._trial.name
+
+    @property
     def outline(self) -> Outline:
         """The parts of the class."""
-        try:
-            return outline_of(self.on_meta)
-        except UnfitClassError as error:
-            raise self._unfit(str(error)) from None
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise self._unfit(f"it does not run on the meta device: {text}") from error
+        return self._trial.outline
 
-    def _unfit(self, reason: str) -> ConfigError:
-        return self.problem(f"{type(self.on_meta).__name__} cannot be cut into stages: {reason}")
+    def _unfit(self, name: str, reason: str) -> ConfigError:
+        return self.problem(f"{name} cannot be cut into stages: {reason}")
 
     @cached_property
     def bare(self) -> Any:
         """The class with buffers and without parameters."""
-        return self.source.without_weights()
+        return self.source.without_weights(self._trial.attention)
 
     @cached_property
     def _calls(self) -> LayerCalls:
@@ -64,8 +98,13 @@ class UnitFactory:
         try:
             calls.check(self.source.vocab_size)
         except UnfitClassError as error:
-            raise self._unfit(str(error)) from None
+            raise self._unfit(self.class_name, str(error)) from None
         return calls
+
+    def follows_positions(self, last: int) -> bool:
+        """Whether what the class computes for a token depends on no other positions than the
+        token's own, up to position `last`."""
+        return self._calls.follows_positions(last)
 
     @cached_property
     def _units(self) -> list[Unit]:

@@ -16,6 +16,7 @@ from megapipe.model.hf.factory import UnitFactory
 from megapipe.model.hf.source import ClassSource
 from megapipe.model.hf.stage import ClassStage
 from megapipe.model.interface import Feature, UniformRecompute, Work
+from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.modules.model_spec import ModuleListSpec
 from megapipe.model.modules.stage import ModuleStage
 from megapipe.model.partition import StageSpec
@@ -23,6 +24,10 @@ from megapipe.schedule.cost import Time
 
 if TYPE_CHECKING:
     from megapipe.model.interface import TensorShape
+
+
+SHORT = 8
+"""Position up to which position embeddings are compared where samples consist of documents."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,45 @@ class TransformersSpec(ModuleListSpec):
 
     @property
     def supports(self) -> tuple[Feature, ...]:
-        return (*super().supports, "full")
+        found: tuple[Feature, ...] = ("context", "document_mask", "kv_cache")
+        return (*super().supports, "full", *(each for each in found if not self.why_not(each)))
+
+    def why_not(self, feature: Feature) -> str:
+        if feature not in ("context", "document_mask", "kv_cache"):
+            return ""
+        source, last = self._source, self.conditions.sequence_length - 1
+        attention = source.outline.attention
+        if not any(attention):
+            return "the class does not use transformers' interface of attention"
+        for layer, own in enumerate(attention):
+            if own is None:
+                return (
+                    f"layer {layer} passes values between positions in another way than causal "
+                    "attention"
+                )
+            if feature == "context" and own.dropout:
+                return f"attention of layer {layer} has dropout {own.dropout:g}"
+            if feature == "context" and own.scores.among(last + 1).window is not None:
+                return f"layer {layer} sees a window of {own.scores.window} positions"
+        if not source.follows_positions(SHORT if feature == "document_mask" else last):
+            return "its position embeddings depend on more than a token's own position"
+        return ""
+
+    @property
+    def kernel_needs(self) -> KernelNeeds:
+        found = [each for each in self._source.outline.attention if each is not None]
+        if not found:
+            return KernelNeeds()
+        widest, tp = max(found, key=lambda each: each.head_dim), self.conditions.tp
+        modified = [each.scores for each in found if not each.scores.plain]
+        return KernelNeeds(
+            widest._replace(
+                heads=widest.heads // tp,
+                groups=widest.groups // tp,
+                dropout=max(each.dropout for each in found),
+                scores=modified[0] if modified else widest.scores,
+            )
+        )
 
     def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
         costs = [*super().unit_costs(repeated)]
@@ -85,7 +128,7 @@ class TransformersSpec(ModuleListSpec):
         super().check()
 
     def describe(self) -> str:
-        name = type(self._source.on_meta).__name__
+        name = self._source.class_name
         return f"{name} of transformers, {self.layers} layers, {self.dtype}; {self._advice()}"
 
     def _advice(self) -> str:

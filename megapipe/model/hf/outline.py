@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megapipe.model.hf.attention import AttentionCall, attending
 from megapipe.model.hf.stand_ins import (
     Call,
     LayerStandIn,
+    UnfitClassError,
     neutral,
     replaced,
     suppressed_packing,
 )
-
-
-class UnfitClassError(Exception):
-    """A reason why a class cannot be cut into layers."""
+from megapipe.model.kernel_needs import AttentionNeeds
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,9 @@ class Outline:
     """Paths of modules with parameters that use the output of the last layer."""
     unused: frozenset[str]
     """Paths of modules with parameters on which no output depends."""
+    attention: tuple[AttentionNeeds | None, ...]
+    """For each layer the sizes of its attention; None if megapipe's kernels do not compute it, or
+    if the layer passes values between positions in another way too."""
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers of a class in their order."""
@@ -97,6 +99,7 @@ def outline_of(model: Any) -> Outline:
         before=_owners(before),
         after=_owners(after - {""}),
         unused=_owners(outer.keys() - before - after),
+        attention=tuple(each.attention for each in trials),
     )
 
 
@@ -158,6 +161,7 @@ class _Trial(nn.Module):
         self.__dict__["layer"] = layer
         self.number, self.passed = number, passed
         self.form = 0
+        self.attention: AttentionNeeds | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         passed = self.passed
@@ -167,7 +171,10 @@ class _Trial(nn.Module):
         passed.order.append(self.number)
         self._check_arguments(call)
         before = _sizes(call)
-        y = self.__dict__["layer"](*args, **kwargs)
+        attended: list[AttentionCall] = []
+        with attending(lambda asked: _noted(asked, attended)):
+            y = self.__dict__["layer"](*args, **kwargs)
+        self.attention = _attention(self.__dict__["layer"], attended)
         if _sizes(call) != before:
             raise UnfitClassError(f"layer {self.number} writes to what it is called with")
         self.form = len(y) if isinstance(y, tuple) else 0
@@ -200,6 +207,22 @@ class _Trial(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["layer"], name)
+
+
+def _noted(call: AttentionCall, calls: list[AttentionCall]) -> Tensor:
+    calls.append(call)
+    return call.explicit()
+
+
+def _attention(layer: nn.Module, calls: Sequence[AttentionCall]) -> AttentionNeeds | None:
+    """Return the sizes of a layer's attention, if nothing else passes values between positions."""
+    convolves = any(isinstance(each, nn.Conv1d) for each in layer.modules())
+    if len(calls) != 1 or calls[0].mask is not None or convolves:
+        return None
+    (call,) = calls
+    return AttentionNeeds(
+        call.q.shape[1], call.k.shape[1], call.q.shape[-1], call.dropout, call.scores
+    )
 
 
 def _sizes(call: Call) -> list[int]:

@@ -20,6 +20,7 @@ from transformers import logging as transformers_logging
 from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.layers.parameter import TORCH_DTYPES
+from megapipe.model.hf import attention as own_attention
 from megapipe.model.hf import experts
 from megapipe.model.hub import local_folder
 from megapipe.model.tensor_files import TensorFiles
@@ -129,26 +130,30 @@ class ClassSource:
                 f"{TRANSFORMERS}{self.folder / 'config.json'}"
             ) from None
 
-    def on_meta(self) -> Any:
-        """Make the class on torch's meta device."""
+    def on_meta(self, attention: str | None) -> Any:
+        """Make the class on torch's meta device. `attention`: name of its attention in
+        transformers; None: transformers chooses."""
         with torch.device("meta"):
-            return self._make()
+            return self._make(attention)
 
-    def without_weights(self) -> Any:
-        """Make the class with buffers on the CPU, and its parameters on the meta device."""
+    def without_weights(self, attention: str | None) -> Any:
+        """Make the class with buffers on the CPU, and its parameters on the meta device. For
+        `attention` see :meth:`on_meta`."""
         with torch.device("cpu"), parameters_on_meta():
-            return self._make()
+            return self._make(attention)
 
-    def _make(self) -> Any:
+    def _make(self, attention: str | None) -> Any:
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()
         experts.register()
+        own_attention.register()
         try:
             model = AutoModelForCausalLM.from_config(
                 deepcopy(self.config),
                 dtype=TORCH_DTYPES[self.dtype],
                 trust_remote_code=self._trusted,
                 experts_implementation=experts.NAME,
+                attn_implementation=attention,
             )
         except (ValueError, ImportError, NotImplementedError, AttributeError, TypeError) as error:
             raise self.problem(

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.layers.activation_policy import BlockSpan
+from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.recompute import recompute, save_all
-from megapipe.model.hf.units import LayerUnit
+from megapipe.layers.recompute import recompute, recompute_except_attention, save_all
+from megapipe.model.hf.units import LayerUnit, Unit
 from megapipe.model.modules.stage import ModuleStage
 
 
@@ -25,16 +26,24 @@ class ClassStage(ModuleStage):
         assert not any(span.policy.offload for span in spans)
         self._spans = spans
 
-    def run(self, y: Any, mb: MicroBatch) -> Any:
+    def run(self, y: Any, mb: MicroBatch, cache: KVCache | None = None) -> Any:
         numbers = [*map(int, self.layers)]
         if self.is_first:
-            y = self.run_layers(numbers[:1], y, mb)
+            y = self.run_layers(numbers[:1], y, mb, cache)
         stop = start = int(self.is_first)
         for span in self._spans:
             start, stop = stop, stop + span.blocks
-            policy = recompute if "block" in span.policy.recompute else save_all
-            y = policy(partial(self._segment, numbers[start:stop]), y, mb)
-        return self.run_layers(numbers[stop:], y, mb)
+            again = recompute_except_attention if span.policy.saves_attention else recompute
+            policy = again if "block" in span.policy.recompute else save_all
+            y = policy(partial(self._segment, numbers[start:stop]), y, mb, cache)
+        return self.run_layers(numbers[stop:], y, mb, cache)
+
+    def run_layer(
+        self, layer: nn.Module, inputs: tuple[Any, ...], mb: MicroBatch, cache: KVCache | None
+    ) -> Any:
+        assert isinstance(layer, Unit)
+        layer.kernels = self.sharding.kernels
+        return layer(*inputs, mb, cache)
 
     def constants(self) -> list[Tensor]:
         """Return tensors that are kept for all micro-batches: masks, rotary tables."""
@@ -42,7 +51,13 @@ class ClassStage(ModuleStage):
         return units[0].calls.tensors() if units else []
 
     def _segment(
-        self, numbers: Sequence[int], x: Tensor, mb: MicroBatch, *, skip_output: bool = False
+        self,
+        numbers: Sequence[int],
+        x: Tensor,
+        mb: MicroBatch,
+        cache: KVCache | None,
+        *,
+        skip_output: bool = False,
     ) -> Tensor:
-        y: Tensor = self.run_layers(numbers, x, mb)
+        y: Tensor = self.run_layers(numbers, x, mb, cache)
         return y

@@ -16,6 +16,10 @@ HIDDEN = "hidden_states"
 """Name by which a class passes the hidden state to a layer, if it is not the first argument."""
 
 
+class UnfitClassError(Exception):
+    """A reason why a class cannot be cut into layers."""
+
+
 class ReachedError(Exception):
     """Ends a forward at the layer that was to be reached."""
 

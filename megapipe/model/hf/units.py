@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.model.hf.calls import LayerCalls
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.hf.attention import StageAttention, attending
+from megapipe.model.hf.calls import LayerCalls, position_ids
 from megapipe.model.hf.outline import Outline
 from megapipe.model.hf.stand_ins import ReachedError, suppressed_packing
+from megapipe.ops.kernels import Kernels
 
 
 class Unit(nn.Module):
@@ -19,6 +23,12 @@ class Unit(nn.Module):
     """Path of the class's module in this one."""
     outside: str
     """Path of the same module in the class."""
+    kernels: Kernels
+    """Kernels of the process; by default torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = Kernels()
 
     def name_in_class(self, path: str) -> str:
         """Return the class's name of what is at `path` in this unit."""
@@ -37,11 +47,15 @@ class EmbeddingUnit(Unit):
         first.ends = True
         self.stack = outline.stack
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, mb: MicroBatch | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         stand_ins: Any = self.core.get_submodule(self.stack)
+        positions = position_ids(mb, tokens)
+        given = {} if positions is None else {"position_ids": positions}
         with suppressed_packing():
             try:
-                self.core(input_ids=tokens, use_cache=False)
+                self.core(input_ids=tokens, use_cache=False, **given)
             except ReachedError:
                 x: Tensor = stand_ins[0].hidden
                 stand_ins[0].hidden = stand_ins[0].call = None
@@ -60,9 +74,13 @@ class LayerUnit(Unit):
         self.outside = f"{outline.stack}.{number}"
         self.calls = calls
 
-    def forward(self, x: Tensor) -> Tensor:
-        args, kwargs = self.calls.of(x)[self.number]
-        y = self.layer(x, *args, **kwargs)
+    def forward(
+        self, x: Tensor, mb: MicroBatch | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        args, kwargs = self.calls.of(x, mb)[self.number]
+        whole = MicroBatch(0, 0, 0) if mb is None else mb
+        with attending(StageAttention(self.number, self.kernels, whole, cache)):
+            y = self.layer(x, *args, **kwargs)
         return y[0] if isinstance(y, tuple) else y
 
 
@@ -76,7 +94,9 @@ class HeadUnit(Unit):
         self.core, _ = outline.around(model, keep=outline.after)
         self.stack = outline.stack
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, mb: MicroBatch | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         stand_ins: Any = self.core.get_submodule(self.stack)
         ids = torch.zeros(*x.shape[:2], dtype=torch.int64, device=x.device)
         stand_ins[-1].given = x

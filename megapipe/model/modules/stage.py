@@ -77,35 +77,43 @@ class ModuleStage(nn.Module):
         skip_output: bool = False,
     ) -> Any:
         """Return the output, or at the last stage the loss; `skip_output` changes nothing."""
-        y = self.outputs(x, mb)
+        y = self.outputs(x, mb, cache)
         if not self.is_last:
             return y
         assert mb.labels is not None
         assert mb.mask is not None
         return self.loss(y, mb.labels, mb.mask != 0)
 
-    def outputs(self, x: Any, mb: MicroBatch) -> Any:
+    def outputs(self, x: Any, mb: MicroBatch, cache: KVCache | None = None) -> Any:
         """Return the output of this stage's last layer, a tensor or a tuple."""
-        return _view(self.run(mb.tokens if self.is_first else x, mb))
+        return _view(self.run(mb.tokens if self.is_first else x, mb, cache))
 
-    def run(self, y: Any, mb: MicroBatch) -> Any:
+    def run(self, y: Any, mb: MicroBatch, cache: KVCache | None = None) -> Any:
         """Run the layers one after the other, from the input `y` of the first."""
-        return self.run_layers(map(int, self.layers), y, mb)
+        return self.run_layers(map(int, self.layers), y, mb, cache)
 
-    def run_layers(self, numbers: Iterable[int], y: Any, mb: MicroBatch) -> Any:
+    def run_layers(
+        self, numbers: Iterable[int], y: Any, mb: MicroBatch, cache: KVCache | None = None
+    ) -> Any:
         """Run some layers, by their numbers, from the input `y` of the first of them."""
         for number in numbers:
             inputs = y if isinstance(y, tuple) else (y,)
             with seeded(inputs[0].device, dropout_seed(mb, "layer", number, 0)):
-                y = self.layers[str(number)](*inputs)
+                y = self.run_layer(self.layers[str(number)], inputs, mb, cache)
         return y
+
+    def run_layer(
+        self, layer: nn.Module, inputs: tuple[Any, ...], mb: MicroBatch, cache: KVCache | None
+    ) -> Any:
+        """Run one layer. User-defined layers know nothing of micro-batches and caches."""
+        assert cache is None, "user-defined layers have no key-value cache"
+        return layer(*inputs)
 
     def logits(
         self, x: Any, mb: MicroBatch, cache: KVCache | None = None, *, last: bool = False
     ) -> Tensor:
         """Return the logits, [s, b, V], with `last` only at the last position, [1, b, V]."""
-        assert cache is None, "user-defined layers have no key-value cache"
-        logits: Tensor = self.outputs(x, mb).transpose(0, 1)
+        logits: Tensor = self.outputs(x, mb, cache).transpose(0, 1)
         return logits[-1:] if last else logits
 
 

@@ -17,6 +17,7 @@ from megapipe.context.score_rects import score_rects
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import split_of
 from megapipe.layout.context_plan import context_plans
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.plan.commands.arguments import add_configuration, configuration
 from megapipe.schedule.render.scene import IDLE, Rectangle, Scene, Words, mixed
 from megapipe.schedule.render.vector import to_svg
@@ -35,7 +36,7 @@ def add(parser: Parser) -> None:
 def run(given: argparse.Namespace) -> None:
     config = configuration(given)
     split = split_of(config)
-    plans = context_plans(config, split)
+    plans = context_plans(config, split, model_spec_of(config).kernel_needs.attention)
     plan = plans.backward if given.backward else plans.forward
     blocks = split.local([config.train.sequence_length], 0).blocks
     words = f"{plan.name}, {split.order}: {split.ring} ranks, {plan.length} rounds"

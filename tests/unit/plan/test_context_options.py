@@ -21,6 +21,7 @@ from megapipe.config.unused_keys import check_effects
 from megapipe.context.tensors import RingTensor, RingTensors
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.context_plan import PASSES
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
@@ -97,7 +98,7 @@ def test_what_is_there_is_all_that_is_legal() -> None:
         try:
             split = split_of(made)
             check_effects(made, "context")
-            check_context(made, split, 1)
+            check_context(made, split, 1, model_spec_of(made).kernel_needs.attention)
         except ConfigError:
             continue
         legal.add(own.model_dump_json())
