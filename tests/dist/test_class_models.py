@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from megapipe import train
 from megapipe.checkpoint.find import find_checkpoint
 from megapipe.convert import export
 from megapipe.errors import ConfigError
+from megapipe.generate.cached_decoder import CachedDecoder
+from megapipe.inference import Model, load_model
+from megapipe.model.hf import experts
 from tests.parity.cases import Case
 from tests.parity.class_models import (
     FAMILIES,
@@ -99,7 +103,10 @@ def test_tensor_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), SPLIT)
 
 
-@pytest.mark.parametrize("family", ["smollm3", pytest.param("mixtral", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3_text", *(pytest.param(one, marks=pytest.mark.full) for one in ("mixtral", "smollm3"))],
+)
 def test_a_run_goes_on_in_another_layout_and_is_exported(
     family: str, folders: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +131,10 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(
         checkpoint = find_checkpoint(run, verify=False)
         export(checkpoint, tmp_path / f"of_{run.name}", shard_bytes=40_000)
         model, about = AutoModelForCausalLM.from_pretrained(
-            tmp_path / f"of_{run.name}", dtype=torch.float64, output_loading_info=True
+            tmp_path / f"of_{run.name}",
+            dtype=torch.float64,
+            output_loading_info=True,
+            experts_implementation=experts.NAME,
         )
         assert not any(about.values()), about
         named = dict(model.named_parameters())
@@ -132,6 +142,22 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(
         models.append(named)
     for name, parameter in models[0].items():
         assert torch.allclose(parameter, models[1][name], rtol=1e-9, atol=1e-12), name
+    check_generation(load_model(find_checkpoint(parts), torch.device("cpu")), model)
+
+
+def check_generation(model: Model, wanted: Any) -> None:
+    """Check the logits of texts that grow, with keys and values kept, against whole forwards."""
+    assert model.keeps
+    texts = [[7, 8, 9, 10], [11], [12, 13]]
+    reading = CachedDecoder(model, texts, room=3)
+    for token in (20, 21, 22):
+        logits = reading.logits()
+        assert logits is not None
+        for text, own in zip(texts, logits, strict=True):
+            whole = wanted(input_ids=torch.tensor([text])).logits[0, -1]
+            assert torch.allclose(own[: len(whole)], whole, rtol=1e-9, atol=1e-12)
+            text.append(token)
+        reading.append([token] * len(texts))
 
 
 @pytest.mark.parametrize(
