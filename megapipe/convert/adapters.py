@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -36,9 +36,12 @@ from megapipe.model.gpt.lora import (
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from megapipe.util.dtypes import Dtype
+from megapipe.util.user_code import is_class_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PEFT = "base_model.model."
+"""Beginning of the names that peft gives to a model's layers."""
 GATED = ("mlp.gate", "mlp.up")
 
 
@@ -115,6 +118,13 @@ def export_adapters(
     adapters = Adapters.of(checkpoint, model)
     if adapters.lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapters (lora.rank is null)")
+    if is_class_name(model.source):
+        from megapipe.convert.class_export import ExportedClass  # loads transformers
+
+        of_class = ExportedClass.of(checkpoint, model, dtype)
+        base, layers = of_class.factory.source.folder, of_class.factory.outline.stack
+        _write(output, stored, base, layers, [*of_class.factors()], dtype, report, turned=False)
+        return
     row = row_of(model, model_type)
     of_mlp = [target for target in adapters.lora.targets if target.startswith(MLP)]
     if row.has_experts and of_mlp:
@@ -122,15 +132,36 @@ def export_adapters(
             f"lora.targets has {of_mlp[0]}, a name that peft takes for experts of the Hugging "
             f"Face {row.model_type} class: remove --adapter to write merged weights"
         )
-    values = list(_of_peft(adapters, row))
+    turned = row.counterpart("layers.0.attention.out").arrangement == "transposed"
+    values = [*_of_peft(adapters, row)]
+    base = stored.get("checkpoint.load")
+    _write(output, stored, base, row.layers, values, dtype, report, turned=turned)
+
+
+def _write(
+    output: Path,
+    stored: Any,
+    base: object,
+    layers: str,
+    values: Sequence[tuple[str, Tensor]],
+    dtype: Dtype | None,
+    report: Callable[[str], None],
+    *,
+    turned: bool,
+) -> None:
+    """Write adapter matrices, by the names of peft.
+
+    `base`: folder of the adapted weights. `layers`: path of the list of layers in the class.
+    `turned`: whether its linear layers have weights [in, out].
+    """
     kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
     dtype = dtype or kept
     values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in values]
     named: list[Named] = [(name, tuple(factor.shape), dtype) for name, factor in values]
+    config = _config(stored, base, layers, named, turned=turned)
     with atomic_folder(output) as folder:
         with create(folder / CONFIG) as file:
-            text = json.dumps(_config(stored, row, adapters, named), indent=2)
-            file.write((text + "\n").encode())
+            file.write((json.dumps(config, indent=2) + "\n").encode())
         write(folder, {WEIGHTS: named}, values, report)
 
 
@@ -141,8 +172,8 @@ def _of_peft(adapters: Adapters, row: HFClass) -> Iterator[tuple[str, Tensor]]:
         for target in targets_in(adapters.model, adapters.lora, layer):
             a, b = adapters.factors(layer, target)
             for name, part in _layers(adapters.model, row, layer, target, b):
-                yield f"base_model.model.{name}.lora_A.weight", a
-                yield f"base_model.model.{name}.lora_B.weight", part.contiguous()
+                yield f"{PEFT}{name}.lora_A.weight", a
+                yield f"{PEFT}{name}.lora_B.weight", part.contiguous()
 
 
 def _layers(
@@ -168,21 +199,23 @@ def _layers(
     yield names[order.index(target)], b
 
 
-def _config(stored: Any, row: HFClass, adapters: Adapters, named: list[Named]) -> dict[str, Any]:
+def _config(
+    stored: Any, base: object, layers: str, named: list[Named], *, turned: bool
+) -> dict[str, Any]:
     """Return the keys and values of peft's LoraConfig."""
     section = stored_lora(stored)
-    start = f"base_model.model.{row.layers}."
+    start = f"{PEFT}{layers}."
     inner = (name.removeprefix(start).partition(".")[2] for name, *_ in named)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": stored.get("checkpoint.load"),
+        "base_model_name_or_path": None if base is None else str(base),
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
         "use_rslora": section.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": row.counterpart("layers.0.attention.out").arrangement == "transposed",
+        "fan_in_fan_out": turned,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in inner}),
         "inference_mode": True,
     }

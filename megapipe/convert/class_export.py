@@ -14,12 +14,15 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from megapipe.checkpoint.reader import Checkpoint
+from megapipe.cli import stored_lora
 from megapipe.config.model import ModelConfig
 from megapipe.convert.shards import Named
 from megapipe.convert.weight_source import KIND
 from megapipe.errors import CheckpointError
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.parameter import TORCH_DTYPES
 from megapipe.model.hf.factory import UnitFactory
+from megapipe.model.hf.lora import factor_names
 from megapipe.model.hf.source import ClassSource
 from megapipe.util.dtypes import Dtype
 
@@ -44,9 +47,10 @@ class ExportedClass:
             ConfigError: the folder of the class is gone.
             CheckpointError: the checkpoint's tensors are not those of the class.
         """
-        factory = UnitFactory(ClassSource.of(model))
-        shapes = {f"{KIND}{name}": tuple(p.shape) for name, p in factory.trained.items()}
-        checkpoint.match(shapes)
+        lora = Lora.of(stored_lora(checkpoint.manifest.config))
+        factory = UnitFactory(ClassSource.of(model), lora)
+        stored = {**factory.trained, **factory.adapters}
+        checkpoint.match({f"{KIND}{name}": tuple(p.shape) for name, p in stored.items()})
         return cls(checkpoint, factory, dtype or model.dtype)
 
     @property
@@ -80,6 +84,13 @@ class ExportedClass:
         for unit in self._units:
             yield from self._in_files({name: self._value(name, unit[name]) for name in unit})
 
+    def factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrices of all adapters under the names that peft uses."""
+        for name in self.factory.adapters:
+            layer, _, which = name.removesuffix(".weight").rpartition(".lora_")
+            factor = self.checkpoint.read(f"{KIND}{name}")
+            yield f"base_model.model.{layer}.lora_{which.upper()}.weight", factor
+
     @cached_property
     def _units(self) -> list[dict[str, Tensor]]:
         """The tensors of the class without values, by unit. Of tied tensors the first is named."""
@@ -95,7 +106,7 @@ class ExportedClass:
     def _value(self, name: str, bare: Tensor) -> Tensor:
         if name not in self.factory.trained:
             return self.factory.untrained(name)
-        stored = self.checkpoint.read(f"{KIND}{name}")
+        stored = self._merged(name)
         rounded = self._typed(name, stored)
         if rounded.isinf().any() and not stored.isinf().any():
             raise CheckpointError(
@@ -104,6 +115,16 @@ class ExportedClass:
                 f"{torch.finfo(rounded.dtype).max:g} at most; choose another --dtype"
             )
         return rounded
+
+    def _merged(self, name: str) -> Tensor:
+        """Return a stored parameter plus its adapter, if it has one, then in fp32 or fp64."""
+        stored = self.checkpoint.read(f"{KIND}{name}")
+        names = factor_names(name)
+        if self.factory.lora is None or names[0] not in self.factory.adapters:
+            return stored
+        whole = stored.to(torch.promote_types(stored.dtype, torch.float32))
+        a, b = (self.checkpoint.read(f"{KIND}{each}").to(whole.dtype) for each in names)
+        return whole + self.factory.lora.scale * (b @ a)
 
     def write_config(self, folder: Path, **extra: Any) -> Any:
         """Write the class's own ``config.json`` and return the config. Special tokens are the

@@ -19,6 +19,7 @@ from megapipe.train.resume import changes
 from megapipe.train.resume.changes import Change, Changes
 from megapipe.train.resume.find_load_path import LoadPath, find_load_path
 from megapipe.train.run_folder import own_checkpoints, patience_s, runs_elsewhere
+from megapipe.util.user_code import is_class_folder
 
 
 class Finished(Exception):
@@ -110,7 +111,8 @@ def of_load(error: CheckpointError | ConfigError) -> CheckpointError | ConfigErr
 
 def check_adapters(source: StartPoint, config: Config) -> None:
     """Raise :class:`ConfigError` if adapters would be trained on top of random weights."""
-    if config.lora.rank is not None and source.checkpoint is None and source.weights is None:
+    loaded = is_class_folder(config.model.source) or source.checkpoint is not None or source.weights is not None
+    if config.lora.rank is not None and not loaded:
         raise ConfigError(
             f"lora.rank={config.lora.rank} trains adapters on frozen weights, and no weights "
             "are loaded: expected checkpoint.load=FOLDER (and checkpoint.load_only=weights), "

@@ -44,6 +44,11 @@ def is_class_name(text: str | None) -> TypeGuard[str]:
     return text is not None and text.startswith(TRANSFORMERS)
 
 
+def is_class_folder(text: str | None) -> bool:
+    """Whether `text` names a class of transformers with weights: not a configuration alone."""
+    return is_class_name(text) and not text.endswith(".json")
+
+
 def is_source(text: str) -> bool:
     """Whether a data source is user code. A file with that name takes precedence."""
     return is_user_code(text) and not exists(Path(text))

@@ -53,6 +53,11 @@ CONTEXT = [
     Case(cp=2, context="ulysses", m=2, steps=3),
     Case(cp=2, pp=2, schedule="zb_h1", m=3, documents=True, activations="full", steps=3),
 ]
+ADAPTERS = [
+    Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, activations="full", steps=3),
+    Case(tp=2, pp=2, schedule="zb_h1", m=3, steps=3),
+    Case(cp=2, m=2, steps=3),
+]
 SPLIT = [
     Case(tp=2, m=2, masked=0.3, steps=3),
     Case(tp=2, pp=2, m=3, schedule="zb_h1", steps=3),
@@ -72,10 +77,10 @@ def folder_of(folders: Path, family: str) -> Path:
     return path
 
 
-def check(folder: Path, cases: Sequence[Case]) -> None:
+def check(folder: Path, cases: Sequence[Case], *, adapts: bool = False) -> None:
     """Train a class in all layouts."""
     in_double = folder.name in IN_FP32
-    every = [ClassCase(folder, case, in_double) for case in cases]
+    every = [ClassCase(folder, case, in_double, adapts) for case in cases]
     check_in_worlds(every, run_classes, check_class)
 
 
@@ -98,19 +103,30 @@ def test_context_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), CONTEXT)
 
 
+@in_parts("family", ["qwen3", "mixtral", "glm"], default=["qwen3"], full=["mixtral"])
+def test_adapters(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), ADAPTERS, adapts=True)
+
+
 @in_parts("family", without(UNSPLIT), default=["qwen3"], full=["mixtral"])
 def test_tensor_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), SPLIT)
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["gemma3_text", *(pytest.param(one, marks=pytest.mark.full) for one in ("mixtral", "smollm3"))],
+    ("family", "rank"),
+    [
+        ("gemma3_text", None),
+        ("smollm3", 2),
+        pytest.param("mixtral", None, marks=pytest.mark.full),
+        pytest.param("mixtral", 2, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_goes_on_in_another_layout_and_is_exported(
-    family: str, folders: Path, tmp_path: Path
+    family: str, rank: int | None, folders: Path, tmp_path: Path
 ) -> None:
-    """The export has the bits of the checkpoint, and is what an uninterrupted run has learned."""
+    """The export has the bits of the checkpoint, or adapters merged; it is what an uninterrupted
+    run has learned, and computes what the checkpoint computes."""
     keys = {
         "model.source": f"hf:{folder_of(folders, family)}",
         "model.dtype": "fp64",
@@ -121,6 +137,7 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(
         "train.global_batch": 4,
         "train.microbatch": 1,
         "train.validation_samples": 4,
+        "lora.rank": rank,
     }
     whole = train({**keys, "run.name": "whole", "parallel.pp": 2})
     train({**keys, "run.name": "parts", "parallel.pp": 4, "train.stop_after": 2})
@@ -138,7 +155,8 @@ def test_a_run_goes_on_in_another_layout_and_is_exported(
         )
         assert not any(about.values()), about
         named = dict(model.named_parameters())
-        assert all(p.equal(checkpoint.read(f"model/{name}")) for name, p in named.items())
+        bits = [p.equal(checkpoint.read(f"model/{name}")) for name, p in named.items()]
+        assert all(bits) == (rank is None)
         models.append(named)
     for name, parameter in models[0].items():
         assert torch.allclose(parameter, models[1][name], rtol=1e-9, atol=1e-12), name

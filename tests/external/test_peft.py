@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from megapipe import TrainStep
+from megapipe import TrainStep, train
+from megapipe.checkpoint.find import find_checkpoint
 from megapipe.checkpoint.reader import Checkpoint
 from megapipe.config.config import Config, OptimizerConfig, TrainConfig
 from megapipe.config.lora import LoraConfig
@@ -22,10 +23,13 @@ from megapipe.convert import HuggingFaceFolder, export
 from megapipe.convert.adapters import export_adapters
 from megapipe.distributed.mesh import Grid
 from megapipe.errors import ConfigError
+from megapipe.generate.generator import Generator
+from megapipe.inference import load_model
 from megapipe.layout.resolve import resolve
 from megapipe.optim.lr import learning_rate
 from megapipe.testing import World, run_world
 from megapipe.train.resume.load import load_weights
+from tests.parity.class_models import make_class
 from tests.parity.compare import assert_grads_close, assert_scalar_close, assert_weights_close
 from tests.parity.converted import write_checkpoint
 from tests.parity.outcome import assemble, own_grads
@@ -239,3 +243,33 @@ def with_adapters_of(
 ) -> Checkpoint:
     """Write a checkpoint with these adapters."""
     return write_checkpoint(folder, config.model, params | adapters, lora=config.lora)
+
+
+def test_adapters_of_a_class(tmp_path: Path) -> None:
+    """peft loads the adapters of a class of transformers, and computes what the run computes."""
+    make_class("qwen3").save_pretrained(tmp_path / "base")
+    run = train(
+        {
+            "model.source": f"hf:{tmp_path / 'base'}",
+            "model.dtype": "fp64",
+            "lora.rank": 2,
+            "lora.targets": ["q_proj", "mlp.down_proj"],
+            "run.folder": str(tmp_path),
+            "train.steps": 2,
+            "train.sequence_length": LENGTH,
+            "train.global_batch": SAMPLES,
+            "optimizer.lr": 1e-2,
+        }
+    )
+    checkpoint = find_checkpoint(run, verify=False)
+    export_adapters(checkpoint, tmp_path / "adapter")
+    tokens = torch.arange(7, 14).view(1, 7)
+    own = Generator(load_model(checkpoint, torch.device("cpu"))).read(tokens.tolist(), room=1)
+    model = loaded(tmp_path, tmp_path / "adapter")
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits[0, -1]
+        plain = transformers_model(tmp_path / "base")(input_ids=tokens).logits[0, -1]
+    logits = own.logits()
+    assert logits is not None
+    assert torch.allclose(logits[0, : len(expected)], expected, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(plain, expected, rtol=1e-6)

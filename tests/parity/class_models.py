@@ -10,11 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapipe import TrainStep
 from megapipe.config.config import Config
+from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
@@ -22,7 +24,7 @@ from megapipe.model.hf import experts
 from megapipe.plan.measurements import BY_UNITS
 from megapipe.testing import World
 from tests.parity.cases import END, Case, configure
-from tests.parity.outcome import Outcome
+from tests.parity.outcome import Outcome, assemble
 from tests.parity.ranks import train
 from tests.parity.reference import Params, Step
 from tests.parity.user_models import check_steps, plain_steps
@@ -131,6 +133,9 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
+LORA = LoraConfig(rank=3, alpha=12.0, targets=["all"])
+
+
 @dataclass(frozen=True)
 class ClassCase:
     """A class in a folder, in a layout."""
@@ -139,6 +144,8 @@ class ClassCase:
     case: Case
     all_in_double: bool = False
     """Whether :class:`AllInDouble` holds."""
+    adapts: bool = False
+    """Whether adapters are trained instead of weights."""
 
     @property
     def name(self) -> str:
@@ -152,9 +159,8 @@ def settle(one: ClassCase) -> tuple[Config, Layout]:
     """Return the resolved configuration, and the layout."""
     config, _ = configure(one.case)
     model = ModelConfig(source=f"hf:{one.folder}", dtype="fp64")
-    return resolve(
-        config.model_copy(update={"model": model}), one.case.world, None, measure=BY_UNITS
-    )
+    sections = {"model": model, "lora": LORA if one.adapts else LoraConfig()}
+    return resolve(config.model_copy(update=sections), one.case.world, None, measure=BY_UNITS)
 
 
 @dataclass(frozen=True)
@@ -205,8 +211,30 @@ def run_classes(world: World, every: Sequence[ClassCase]) -> list[Outcome]:
 def check_class(one: ClassCase, outcomes: Sequence[Outcome]) -> None:
     """Check all that a layout computed against the untouched class in one process."""
     with one.mode():
-        initial, steps = train_untouched(one, outcomes[0].rates)
+        initial, steps = train_untouched(one, outcomes)
     check_steps(outcomes, initial, steps, 1e-9)
+
+
+def adapters_of(model: Any, one: ClassCase, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Put adapters on the linear layers of an untouched class, with the initial values that a run
+    has drawn; return their matrices by name."""
+    _, layout = settle(one)
+    model.requires_grad_(False)
+    like = {name: torch.empty(shape) for name, shape in layout.model.shapes().items()}
+    drawn = assemble([outcome.values[0].get("model", []) for outcome in outcomes], like)
+    trained = layout.model.shapes(trained=True)
+    named = {name: torch.nn.Parameter(drawn[name]) for name in trained}
+
+    def adapt(name: str, module: torch.nn.Module) -> None:
+        a, b = (named[f"{name}.{which}.weight"] for which in ("lora_a", "lora_b"))
+        module.register_forward_hook(
+            lambda _, args, y: y + functional.linear(functional.linear(args[0], a), b) * 4.0
+        )
+
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(module, torch.nn.Linear):
+            adapt(name, module)
+    return named
 
 
 def by_document(row: torch.Tensor, logits_of: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -220,13 +248,15 @@ def by_document(row: torch.Tensor, logits_of: Callable[..., torch.Tensor]) -> to
     return torch.cat([logits_of(part[None], first)[0] for part, first in parts])
 
 
-def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, list[Step]]:
+def train_untouched(one: ClassCase, outcomes: Sequence[Outcome]) -> tuple[Params, list[Step]]:
     """Return the initial weights, and the steps of the class in plain torch."""
     model = AutoModelForCausalLM.from_pretrained(
         one.folder, dtype=torch.float64, experts_implementation=experts.NAME
     ).train()
     config, _ = settle(one)
     named = dict(model.named_parameters())
+    if one.adapts:
+        named |= adapters_of(model, one, outcomes)
 
     def logits_of(tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
         positions = torch.arange(first, first + tokens.shape[1])[None]
@@ -240,4 +270,4 @@ def train_untouched(one: ClassCase, rates: Sequence[float]) -> tuple[Params, lis
             return logits_of(tokens)
         return torch.stack([by_document(row, logits_of) for row in tokens])
 
-    return plain_steps(one.case, config, named, forward, rates)
+    return plain_steps(one.case, config, named, forward, outcomes[0].rates)

@@ -311,10 +311,12 @@ def plain_steps(
 ) -> tuple[Params, list[Step]]:
     """Return the initial weights and the steps of one process of plain torch.
 
-    `named`: parameters by name; `forward`: tokens [b, s] -> logits [b, s, V].
+    `named`: parameters by name, of which those that require gradients are trained; `forward`:
+    tokens [b, s] -> logits [b, s, V].
     """
     groups: dict[bool, list[Any]] = {True: [], False: []}
-    for parameter in named.values():
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    for parameter in trained.values():
         groups[parameter.dim() >= 2].append(parameter)
     given = config.optimizer
     options = given.rule_options
@@ -333,11 +335,11 @@ def plain_steps(
         loss = (losses * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
-        for p in named.values():
+        for p in trained.values():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        grads = {name: p.grad.clone() for name, p in named.items()}
+        grads = {name: p.grad.clone() for name, p in trained.items()}
         assert given.max_grad_norm is not None
-        norm = float(nn.utils.clip_grad_norm_(list(named.values()), given.max_grad_norm))
+        norm = float(nn.utils.clip_grad_norm_(list(trained.values()), given.max_grad_norm))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -385,7 +387,7 @@ def check_steps(
         for outcome in outcomes:
             assert_scalar_close("loss", outcome.losses[i], step.loss, tolerance)
             assert_scalar_close("norm", outcome.norms[i], step.grad_norm, tolerance)
-        grads = assemble([outcome.grads[i] for outcome in outcomes], initial)
+        grads = assemble([outcome.grads[i] for outcome in outcomes], step.grads)
         assert_grads_close(grads, step.grads, tolerance)
         weights = assemble(
             [outcome.values[i + 1].get("model", []) for outcome in outcomes], initial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.errors import CheckpointError, ConfigError
+from megapipe.layers.lora_specs import Lora
 from megapipe.layers.rng import seed_of, seeded
 from megapipe.model.hf import attention
 from megapipe.model.hf.calls import LayerCalls
+from megapipe.model.hf.lora import adapt_units, is_adapter, unknown_targets
 from megapipe.model.hf.outline import Outline, outline_of
 from megapipe.model.hf.source import ClassSource
 from megapipe.model.hf.stand_ins import UnfitClassError
@@ -46,13 +48,14 @@ class _Trial(NamedTuple):
 
 
 class UnitFactory:
-    """Makes the units of a class one by one: embedding, layers, head.
+    """Makes the units of a class one by one: embedding, layers, head; with `lora` its layers have
+    adapters.
 
     Raises ConfigError for a class that does not fit into a pipeline.
     """
 
-    def __init__(self, source: ClassSource) -> None:
-        self.source = source
+    def __init__(self, source: ClassSource, lora: Lora | None = None) -> None:
+        self.source, self.lora = source, lora
 
     def problem(self, text: str) -> ConfigError:
         return self.source.problem(text)
@@ -120,15 +123,30 @@ class UnitFactory:
 
     @cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters of all units, without values, by their names in checkpoints."""
+        """The parameters of all units but those of adapters, without values, by their names in
+        checkpoints."""
+        return self._named(self._units)
+
+    @cached_property
+    def adapters(self) -> dict[str, nn.Parameter]:
+        """The parameters of adapters, without values, by their names in checkpoints."""
+        return {n: p for n, p in self._named(self.sketch()).items() if is_adapter(n)}
+
+    def _named(self, units: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
         found: dict[nn.Parameter, str] = {}
-        for unit in self._units:
+        for unit in units:
+            assert isinstance(unit, Unit)
             for path, parameter in unit.named_parameters():
                 found.setdefault(parameter, unit.name_in_class(path))
         return {name: parameter for parameter, name in found.items()}
 
     def check(self) -> None:
-        """Raise ConfigError if the folder lacks a tensor of the class."""
+        """Raise ConfigError if the folder lacks a tensor of the class, or the class a layer that
+        gets adapters."""
+        if self.lora is not None:
+            problem = unknown_targets(self._units, self.lora.targets)
+            if problem is not None:
+                raise self.problem(f"lora.targets={[*self.lora.targets]}: {problem}")
         if self._weights is None:
             return
         try:
@@ -162,7 +180,11 @@ class UnitFactory:
 
     def sketch(self) -> list[nn.Module]:
         """Return all units without values, on torch's meta device."""
-        return [*deepcopy(self._units)]
+        units = deepcopy(self._units)
+        if self.lora is not None:
+            with torch.device("meta"):
+                adapt_units(units, self.lora)
+        return [*units]
 
     def make(self, seed: int, wanted: Collection[int]) -> dict[int, nn.Module]:
         """Make the units `wanted` with values, by number."""
@@ -174,6 +196,9 @@ class UnitFactory:
             else:
                 with seeded(CPU, seed_of(seed, "model.source", number)), CPU:
                     draw_weights(self.bare, unit, known)
+            if self.lora is not None:
+                with seeded(CPU, seed_of(seed, "lora", number)), CPU:
+                    adapt_units([unit], self.lora)
         return {**made}
 
     def module_name(self, number: int, unit: nn.Module, path: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,17 @@ from torch import nn
 
 from megapipe.errors import ConfigError
 from megapipe.layers.activation_policy import BlockSpan
+from megapipe.layers.lora_specs import Lora
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.hf.factory import UnitFactory
+from megapipe.model.hf.lora import is_adapter
 from megapipe.model.hf.source import ClassSource
 from megapipe.model.hf.stage import ClassStage
 from megapipe.model.interface import Feature, UniformRecompute, Work
 from megapipe.model.kernel_needs import KernelNeeds
 from megapipe.model.modules.model_spec import ModuleListSpec
 from megapipe.model.modules.stage import ModuleStage
+from megapipe.model.modules.units import ParameterPlace
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
 
@@ -39,7 +42,7 @@ class TransformersSpec(ModuleListSpec):
     @cached_property
     def _source(self) -> UnitFactory:
         source = ClassSource(self.source, tuple(self.options.items()), self.own_dtype)
-        return _factory(source, source.fingerprint)
+        return _factory(source, source.fingerprint, self.conditions.lora)
 
     @property
     def fingerprint(self) -> str:
@@ -64,7 +67,7 @@ class TransformersSpec(ModuleListSpec):
     @property
     def supports(self) -> tuple[Feature, ...]:
         found: tuple[Feature, ...] = ("context", "document_mask", "kv_cache")
-        return (*super().supports, "full", *(each for each in found if not self.why_not(each)))
+        return (*super().supports, "full", "lora", *(each for each in found if not self.why_not(each)))
 
     def why_not(self, feature: Feature) -> str:
         if feature not in ("context", "document_mask", "kv_cache"):
@@ -120,6 +123,15 @@ class TransformersSpec(ModuleListSpec):
             start += span.blocks
         return once
 
+    def places(self, layers: Mapping[int, nn.Module]) -> list[ParameterPlace]:
+        found = super().places(layers)
+        if self.conditions.lora is None:
+            return found
+        return [
+            each if is_adapter(each.spec.name) else each._replace(spec=replace(each.spec, frozen=True))
+            for each in found
+        ]
+
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))
 
@@ -145,10 +157,10 @@ class TransformersSpec(ModuleListSpec):
 
 
 @lru_cache(maxsize=4)
-def _factory(source: ClassSource, fingerprint: str) -> UnitFactory:
+def _factory(source: ClassSource, fingerprint: str, lora: Lora | None) -> UnitFactory:
     """Return the factory of a source with this fingerprint. Specs of one run share it, since it
     takes seconds."""
-    return UnitFactory(source)
+    return UnitFactory(source, lora)
 
 
 def _traits(module: nn.Module) -> Iterator[Any]:

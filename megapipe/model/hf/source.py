@@ -27,7 +27,7 @@ from megapipe.model.tensor_files import TensorFiles
 from megapipe.text import one_line
 from megapipe.util.dtypes import Dtype
 from megapipe.util.paths import user_path
-from megapipe.util.user_code import REMOTE_CODE, TRANSFORMERS, refusal
+from megapipe.util.user_code import REMOTE_CODE, TRANSFORMERS, is_class_folder, refusal
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ClassSource:
         """The folder with weights; None: the source is a configuration alone."""
         if not self._name:
             raise self.problem("expected hf:FOLDER, hf:OWNER/NAME or hf:FILE.json")
-        if self._name.endswith(".json"):
+        if not is_class_folder(self.text):
             return None
         try:
             return local_folder(self._name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megapipe.layers.activation_policy import BlockSpan
@@ -30,6 +31,8 @@ class ClassStage(ModuleStage):
         numbers = [*map(int, self.layers)]
         if self.is_first:
             y = self.run_layers(numbers[:1], y, mb, cache)
+            if self.frozen and torch.is_grad_enabled():
+                y = y.requires_grad_()  # the graph of the adapters begins here
         stop = start = int(self.is_first)
         for span in self._spans:
             start, stop = stop, stop + span.blocks

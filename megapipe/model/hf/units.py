@@ -16,6 +16,10 @@ from megapipe.model.hf.stand_ins import ReachedError, suppressed_packing
 from megapipe.ops.kernels import Kernels
 
 
+BASE = "base_layer"
+"""Attribute under which a linear layer with an adapter has the layer of the class."""
+
+
 class Unit(nn.Module):
     """A unit of a class. Its parameters have the class's names, with another beginning."""
 
@@ -32,7 +36,8 @@ class Unit(nn.Module):
 
     def name_in_class(self, path: str) -> str:
         """Return the class's name of what is at `path` in this unit."""
-        rest = path.removeprefix(self.inside).removeprefix(".")
+        rest = f"{path}.".replace(f".{BASE}.", ".").removesuffix(".")
+        rest = rest.removeprefix(self.inside).removeprefix(".")
         return ".".join(filter(None, (self.outside, rest)))
 
 

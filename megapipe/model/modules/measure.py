@@ -30,8 +30,10 @@ class Measured(NamedTuple):
 
     flops: int
     """FLOPs of the forward."""
+    backward: int
+    """FLOPs of the backward."""
     deferred: int
-    """Part of `flops` in linear layers whose weight gradients are deferred to ``W``."""
+    """Part of `backward` in weight gradients that are deferred to ``W``."""
     output: tuple[TensorShape, ...]
 
 
@@ -48,7 +50,7 @@ def measure(
     """Measure each layer on one of `tp` ranks by running it on the meta device.
 
     `tokens`: number of sequences, and their length. `deferred`: linear layers with deferred weight
-    gradients. `partial`: parameters between split layers whose gradients are summed over tp. Raises
+    gradients; frozen weights, which need no gradient, have none. `partial`: parameters between split layers whose gradients are summed over tp. Raises
     :class:`ConfigError` if a layer fails on the meta device, returns anything but
     tensors, or would be wrong on several ranks, or if `loss` returns no scalar.
     """
@@ -169,17 +171,30 @@ def _run(
     shares.end(y)
     if shares.problem is not None:
         raise source.problem(f"{source.label(number)}: {shares.problem}")
+    flops = counter.get_total_flops()
+    is_partly_frozen = not all(parameter.requires_grad for parameter in layer.parameters())
     return y, Measured(
-        flops=counter.get_total_flops(),
+        flops=flops,
+        backward=_backward_flops(y) if is_partly_frozen else 2 * flops,
         deferred=sum(deferred),
         output=(),
     )
 
 
+def _backward_flops(outputs: Sequence[Tensor]) -> int:
+    """Return the FLOPs of the backward, run on the meta device."""
+    trained = [each for each in outputs if each.requires_grad]
+    counter = FlopCounterMode(display=False)
+    if trained:
+        with counter:
+            torch.autograd.backward(trained, [torch.empty_like(each) for each in trained])
+    return counter.get_total_flops()
+
+
 @contextmanager
 def _hooked(modules: Sequence[Linear], shares: ShardDataflowCheck) -> Iterator[list[int]]:
-    """Within the context, count FLOPs of linear layers with deferred weight gradients, and report
-    their forwards to `shares`."""
+    """Within the context, count FLOPs of weight gradients that are deferred, and report the
+    forwards of linear layers to `shares`."""
     deferred: list[int] = []
 
     def before(module: Any, args: Any) -> None:
@@ -187,7 +202,8 @@ def _hooked(modules: Sequence[Linear], shares: ShardDataflowCheck) -> Iterator[l
 
     def after(module: Any, args: tuple[Tensor], y: Tensor) -> None:
         shares.leave(module, args[0], y)
-        deferred.append(2 * y.numel() * args[0].shape[-1])
+        if module.weight.requires_grad:
+            deferred.append(2 * y.numel() * args[0].shape[-1])
 
     hooks = [module.register_forward_pre_hook(before) for module in modules]
     hooks += [module.register_forward_hook(after) for module in modules]

@@ -100,10 +100,18 @@ class ModuleListSpec(ModelSpec):
     @cached_property
     def _parameter_places(self) -> Sequence[ParameterPlace]:
         """Every parameter of the model (without values) and the module that has it."""
+        found = self.places(dict(enumerate(self._sketch)))
+        for place in found:
+            parameter = place.module._parameters[place.attribute]
+            assert parameter is not None
+            parameter.requires_grad_(not place.spec.frozen)
+        return found
+
+    def places(self, layers: Mapping[int, nn.Module]) -> list[ParameterPlace]:
+        """Return every parameter of some layers and the module that has it."""
         from megapipe.model.modules.units import parameter_places
 
-        found = parameter_places(dict(enumerate(self._sketch)), len(self._sketch) - 1, self._source)
-        return list(found)
+        return [*parameter_places(layers, len(self._sketch) - 1, self._source)]
 
     @cached_property
     def _measured(self) -> dict[tuple[int, int, int], list[Measured]]:
@@ -204,15 +212,21 @@ class ModuleListSpec(ModelSpec):
         return f"{self.layers} layers of {self.source}, {self.dtype}"
 
     def unit_costs(self, repeated: UniformRecompute | None) -> Sequence[Time]:
-        times = 4 if repeated is not None and repeated.stage else 3
-        return [self._per_token(times * layer.flops) for layer in self._usual(self.conditions.tp)]
+        times = 2 if repeated is not None and repeated.stage else 1
+        layers = self._usual(self.conditions.tp)
+        return [self._per_token(times * layer.flops + layer.backward) for layer in layers]
 
     def work(self, stage: StageSpec, spans: Sequence[BlockSpan], *, recompute: bool) -> Work:
         tp = self.conditions.tp
         own = [self._usual(tp)[number] for number in self.numbers(stage)]
         flops = tp * self._per_token(sum(layer.flops for layer in own))
+        backward = tp * self._per_token(sum(layer.backward for layer in own))
         deferred = tp * self._per_token(sum(layer.deferred for layer in own))
-        return Work(F=flops, I=2 * flops - deferred, W=deferred, R=recompute * flops)
+        return Work(F=flops, I=backward - deferred, W=deferred, R=recompute * flops)
+
+    def token_flops(self) -> float:
+        layers = self._usual(1)
+        return float(sum(self._per_token(layer.flops + layer.backward) for layer in layers))
 
     def reference_layer_flops(self) -> Time:
         return self.forward_flops(self.whole) / self.layers or 1
@@ -230,8 +244,6 @@ class ModuleListSpec(ModelSpec):
         torch's default device is the meta device, no tensor has values."""
         import torch
 
-        from megapipe.model.modules.units import parameter_places
-
         wanted, last = self.numbers(stage), len(self._sketch) - 1
         ends = {0, last}
         shared = any(place.spec.tied for place in self._parameter_places)
@@ -241,7 +253,7 @@ class ModuleListSpec(ModelSpec):
         else:
             made = self._source.make(self.conditions.seed, needed)
         layers = {number: made[number] for number in wanted}
-        found = [p for p in parameter_places(made, last, self._source) if p.layer in wanted]
+        found = [place for place in self.places(made) if place.layer in wanted]
         if [p.spec for p in found] != list(self.parameters(stage)):
             raise self._source.problem(
                 "its layers have other parameters than on the meta device: expected the same "

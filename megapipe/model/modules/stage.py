@@ -53,6 +53,7 @@ class ModuleStage(nn.Module):
         self.queue = sharding.queue
         self.sharding = sharding
         self.loss = loss
+        self.frozen = any(place.spec.frozen for place in places)
         self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         deferred: dict[Linear, dict[str, ParameterSpec]] = {}
         for place in places:

@@ -36,7 +36,7 @@ def one_rank(modules: Iterable[Linear], tp: int) -> Iterator[None]:
             dim = module.spec("", name).split_dim
             if dim is not None:
                 share = parameter.detach().narrow(dim, 0, parameter.shape[dim] // tp).clone()
-                module._parameters[name] = Parameter(share)
+                module._parameters[name] = Parameter(share, parameter.requires_grad)
         yield
     finally:
         for module, name, parameter in whole:
