@@ -44,6 +44,7 @@ CLASS_CASES = [
     Case(pp=2, in_process=True),
     Case(pp=2, in_process=True, activations="full"),
     Case(pp=2, tp=2, in_process=True),
+    Case(pp=2, cp=2, documents=True, in_process=True),
 ]
 """Layouts of transformers classes; all stages are looked at."""
 NUMBER = 8

@@ -1,4 +1,5 @@
-"""Every causal language model of the installed transformers, at toy size, in a pipeline of two.
+"""Every causal language model of the installed transformers, at toy size, in a pipeline of two;
+and those with attention by megapipe's kernels, with documents and with keys and values kept.
 
 ``python -m tests.external.class_sweep`` prints a line for each model type; ``--write`` puts the
 table into docs/classes.md.
@@ -26,8 +27,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megapipe import Pipeline, transformers_layers
 from megapipe.errors import ConfigError
-from megapipe.model.hf import experts
-from tests.parity.class_models import FAMILIES, MOE, SIZES
+from megapipe.layers.kv_cache import KVCache
+from megapipe.layers.microbatch import MicroBatch
+from megapipe.model.hf import attention, experts
+from megapipe.model.hf.calls import LayerCalls
+from megapipe.model.hf.features import why_not
+from megapipe.model.hf.outline import outline_of
+from megapipe.ops.documents import Documents
+from tests.parity.class_models import FAMILIES, MOE, SIZES, AllInDouble
 
 PAGE = Path(__file__).parents[2] / "docs" / "classes.md"
 BEGIN, END = "<!-- model types -->\n", "<!-- end of model types -->\n"
@@ -38,6 +45,8 @@ TOLERANCE = 1e-12
 """Largest distance of a gradient from the untouched model's, relative to its norm."""
 RANDOM = {"phimoe": "its router draws random numbers"}
 """Types that compute something else at each call, even without dropout."""
+LENGTH, CUT = 12, 7
+"""Tokens of a sample, and how many of them come before its second document or slice."""
 HEADS = 4
 MORE: Mapping[str, Any] = {
     **MOE,
@@ -160,6 +169,8 @@ class Verdict(NamedTuple):
     kind: str
     """equal, refused (by megapipe), unbuilt (transformers cannot make it at toy size) or wrong."""
     reason: str = ""
+    attended: bool = False
+    """Whether it was equal with documents, and with keys and values kept, too."""
 
 
 def toy_config(name: str) -> Any:
@@ -205,12 +216,17 @@ def toy_model(name: str) -> Any:
 
 def check(name: str) -> Verdict:
     """Compare a type in a pipeline with the untouched model: every gradient of one step."""
+    with AllInDouble():
+        return _check(name)
+
+
+def _check(name: str) -> Verdict:
     if name in RANDOM:
         return Verdict(name, "unbuilt", RANDOM[name])
     try:
         model = toy_model(name)
         generator = torch.Generator().manual_seed(1)
-        rows = torch.randint(5, VOCAB, (4, 13), generator=generator)
+        rows = torch.randint(5, VOCAB, (4, LENGTH + 1), generator=generator)
         tokens, labels = rows[:, :-1], rows[:, 1:]
         wanted = copy.deepcopy(model)
         for part, own in zip(tokens.split(2), labels.split(2), strict=True):
@@ -218,6 +234,7 @@ def check(name: str) -> Verdict:
             (functional.cross_entropy(logits.flatten(0, 1), own.flatten()) / 2).backward()
     except Exception as error:  # whatever a class or its configuration raises
         return Verdict(name, "unbuilt", _reason(error))
+    model, why = with_own_attention(model)
     try:
         layers = transformers_layers(model)
     except ConfigError as error:
@@ -228,7 +245,70 @@ def check(name: str) -> Verdict:
     for (path, a), (_, b) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
         if (distance := _distance(a.grad, b.grad)) > TOLERANCE:
             return Verdict(name, "wrong", f"the gradient of {path} is {distance:.1g} off")
-    return Verdict(name, "equal")
+    if why:
+        return Verdict(name, "equal", why)
+    wanted.load_state_dict(model.state_dict())
+    for what, own, whole in (
+        ("documents", *by_documents(layers, wanted, rows)),
+        ("kept keys and values", *by_slices(layers, wanted, rows)),
+    ):
+        if (distance := _distance(own, whole)) > TOLERANCE:
+            return Verdict(name, "wrong", f"logits with {what} are {distance:.1g} off")
+    return Verdict(name, "equal", attended=True)
+
+
+def with_own_attention(model: Any) -> tuple[Any, str]:
+    """Return a model with megapipe's attention and ""; or the model itself and why it keeps its
+    own."""
+    attention.register()
+    try:
+        own = AutoModelForCausalLM.from_config(
+            copy.deepcopy(model.config),
+            dtype=torch.float64,
+            experts_implementation=experts.NAME,
+            attn_implementation=attention.NAME,
+        )
+        own.load_state_dict(model.state_dict())
+        own = own.double().train()
+        outline = outline_of(copy.deepcopy(own).to("meta"))
+        why = why_not("document_mask", outline, LayerCalls(own, outline), LENGTH)
+    except Exception as error:  # of a class whose masks cannot be patterns
+        return model, _reason(error)
+    return (own if any(outline.attention) else model), why
+
+
+def by_documents(
+    layers: Sequence[Any], wanted: Any, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of samples of two documents; and those of each document alone."""
+    ids = (torch.arange(LENGTH) >= CUT).long().expand(len(rows), LENGTH)
+    mb = MicroBatch(0, 0, 0, documents=Documents(ids, torch.device("cpu")))
+    alone = [
+        wanted(input_ids=rows[:, a:b], position_ids=torch.arange(a, b)[None], use_cache=False)
+        for a, b in ((0, CUT), (CUT, LENGTH))
+    ]
+    whole = torch.cat([each.logits for each in alone], 1)
+    return _through(layers, rows[:, :LENGTH], mb, None), whole
+
+
+def by_slices(
+    layers: Sequence[Any], wanted: Any, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of samples read in two slices with a KV cache; and those of whole ones."""
+    cache = KVCache(LENGTH)
+    parts = [
+        _through(layers, rows[:, a:b], MicroBatch(0, 0, 0, start=a), cache)
+        for a, b in ((0, CUT), (CUT, LENGTH))
+    ]
+    return torch.cat(parts, 1), wanted(input_ids=rows[:, :LENGTH], use_cache=False).logits
+
+
+def _through(
+    layers: Sequence[Any], x: torch.Tensor, mb: MicroBatch, cache: KVCache | None
+) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, mb, cache)
+    return x
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
@@ -260,12 +340,21 @@ def table(verdicts: Iterable[Verdict]) -> str:
     for each in verdicts:
         by_kind.setdefault(each.kind, []).append(each)
     equal = [each.name for each in by_kind.get("equal", [])]
+    attended = [each.name for each in by_kind.get("equal", []) if each.attended]
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     lines = [
         f"With {versions} these {len(equal)} types are equal:",
         "",
         "```text",
         *textwrap.wrap(" ".join(equal), 110),
+        "```",
+        "",
+        f"{len(attended)} of them have attention by megapipe's kernels in every layer. With documents, "
+        "and with keys",
+        "and values kept, their logits are equal too:",
+        "",
+        "```text",
+        *textwrap.wrap(" ".join(attended), 110),
         "```",
         "",
         "| not equal | because |",

@@ -41,6 +41,9 @@ WITHOUT_EFFECT = {
 """Arguments of attention in transformers that do not change what it returns."""
 
 
+SINKS = "sinks (a score beside those of the keys)"
+
+
 @dataclass(frozen=True)
 class CausalMask:
     """Pattern of a mask: a position sees itself and earlier positions."""
@@ -118,7 +121,8 @@ def attention(
     """
     known = {name for name, value in others.items() if value is None or value is False}
     if unknown := sorted(others.keys() - known - WITHOUT_EFFECT):
-        raise UnfitClassError(f"its attention has the argument {unknown[0]}")
+        what = SINKS if unknown[0] == "s_aux" else f"the argument {unknown[0]}"
+        raise UnfitClassError(f"its attention has {what}, which megapipe's kernels lack")
     mask = attention_mask
     if mask is None and not (getattr(module, "is_causal", True) and is_causal is not False):
         raise UnfitClassError("its attention is not causal")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -63,15 +63,20 @@ class UnitFactory:
     @cached_property
     def _trial(self) -> _Trial:
         """The class on torch's meta device, with megapipe's attention if that fits."""
-        with suppress(ConfigError, UnfitClassError, *FAILURES):
+        why = ""
+        try:
             model = self.source.on_meta(attention.NAME)
             outline = outline_of(model)
             if any(outline.attention):
                 return _Trial(type(model).__name__, attention.NAME, outline)
+        except UnfitClassError as error:
+            why = str(error)
+        except (ConfigError, *FAILURES):
+            pass
         model = self.source.on_meta(None)
         name = type(model).__name__
         try:
-            return _Trial(name, None, outline_of(model))
+            return _Trial(name, None, replace(outline_of(model), own_attention=why))
         except UnfitClassError as error:
             raise self._unfit(name, str(error)) from None
         except FAILURES as error:
@@ -96,7 +101,8 @@ class UnitFactory:
         return self.source.without_weights(self._trial.attention)
 
     @cached_property
-    def _calls(self) -> LayerCalls:
+    def calls(self) -> LayerCalls:
+        """The arguments of the layers."""
         calls = LayerCalls(self.bare, self.outline)
         try:
             calls.check(self.source.vocab_size)
@@ -104,15 +110,10 @@ class UnitFactory:
             raise self._unfit(self.class_name, str(error)) from None
         return calls
 
-    def follows_positions(self, last: int) -> bool:
-        """Whether what the class computes for a token depends on no other positions than the
-        token's own, up to position `last`."""
-        return self._calls.follows_positions(last)
-
     @cached_property
     def _units(self) -> list[Unit]:
         """The units without values of their parameters."""
-        units = units_of(self.bare, self.outline, self._calls)
+        units = units_of(self.bare, self.outline, self.calls)
         split_units(units, plan_of(self.bare))
         return units
 

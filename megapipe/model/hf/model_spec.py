@@ -14,6 +14,7 @@ from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.lora_specs import Lora
 from megapipe.model.gpt.hf.config import config_from_hf
 from megapipe.model.hf.factory import UnitFactory
+from megapipe.model.hf.features import ATTENDED, why_not
 from megapipe.model.hf.lora import is_adapter
 from megapipe.model.hf.source import ClassSource
 from megapipe.model.hf.stage import ClassStage
@@ -27,10 +28,6 @@ from megapipe.schedule.cost import Time
 
 if TYPE_CHECKING:
     from megapipe.model.interface import TensorShape
-
-
-SHORT = 8
-"""Position up to which position embeddings are compared where samples consist of documents."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +63,14 @@ class TransformersSpec(ModuleListSpec):
 
     @property
     def supports(self) -> tuple[Feature, ...]:
-        found: tuple[Feature, ...] = ("context", "document_mask", "kv_cache")
-        return (*super().supports, "full", "lora", *(each for each in found if not self.why_not(each)))
+        found = (each for each in ATTENDED if not self.why_not(each))
+        return (*super().supports, "full", "lora", *found)
 
     def why_not(self, feature: Feature) -> str:
-        if feature not in ("context", "document_mask", "kv_cache"):
+        if feature not in ATTENDED:
             return ""
-        source, last = self._source, self.conditions.sequence_length - 1
-        attention = source.outline.attention
-        if not any(attention):
-            return "the class does not use transformers' interface of attention"
-        for layer, own in enumerate(attention):
-            if own is None:
-                return (
-                    f"layer {layer} passes values between positions in another way than causal "
-                    "attention"
-                )
-            if feature == "context" and own.dropout:
-                return f"attention of layer {layer} has dropout {own.dropout:g}"
-            if feature == "context" and own.scores.among(last + 1).window is not None:
-                return f"layer {layer} sees a window of {own.scores.window} positions"
-        if not source.follows_positions(SHORT if feature == "document_mask" else last):
-            return "its position embeddings depend on more than a token's own position"
-        return ""
+        source, length = self._source, self.conditions.sequence_length
+        return why_not(feature, source.outline, source.calls, length)
 
     @property
     def kernel_needs(self) -> KernelNeeds:

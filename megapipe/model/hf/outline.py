@@ -39,6 +39,8 @@ class Outline:
     attention: tuple[AttentionNeeds | None, ...]
     """For each layer the sizes of its attention; None if megapipe's kernels do not compute it, or
     if the layer passes values between positions in another way too."""
+    own_attention: str = ""
+    """What megapipe's kernels lack for its attention, if that is known."""
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers of a class in their order."""
