@@ -14,7 +14,7 @@ from megapipe.ops.kernels import Kernels
 def make_sharding(config: Config, mesh: ParallelMesh, kernels: Kernels) -> Sharding:
     """Make the :class:`Sharding` of one stage, with a separate weight-gradient queue."""
     dtype, split = TORCH_DTYPES[config.model.dtype], config.parallel.sequence_parallel
-    if config.model.moe.num_experts is None:
+    if config.model.moe.num_experts is None and config.parallel.ep == 1:
         return Sharding(mesh.tp, split, dtype, kernels=kernels)
     return MoESharding(
         mesh.tp,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from megapipe.config.moe import EXPERTS
+from megapipe.config.moe import EXPERTS, SPLITTABLE
 from megapipe.config.section import ExpectedText, Needs, OnResume, Section, UserPath, needs
 from megapipe.util.user_code import names_or_code
 
@@ -32,7 +32,7 @@ class ExpertsConfig(Section):
     changes the order of some sums."""
 
     ON_RESUME = OnResume.HARMLESS
-    NEEDS = (EXPERTS,)
+    NEEDS = (SPLITTABLE,)
 
     dispatch: Annotated[
         Dispatch | Annotated[str, Field(pattern=names_or_code(()))],
@@ -57,6 +57,7 @@ class ExpertsConfig(Section):
     overlap_chunks: Annotated[
         Annotated[int, Field(ge=1, le=8)] | Literal["auto"],
         ExpectedText("a whole number >= 1 and <= 8, or auto"),
+        EXPERTS,
         SPLIT,
     ] = 1
     """Number of expert chunks into which a rank's experts are divided, each with the rows for its
@@ -84,7 +85,7 @@ class ExpertsConfig(Section):
     steers more tokens to near experts (TA-MoE, Chen et al., 2302.09915). It CHANGES RESULTS, which
     then depend on a sequence's rank, so on `parallel.ep` and `train.microbatch`. Default: all
     experts count alike."""
-    rebalance: Annotated[Literal["none", "shadow", "balance", "migrate"], OF_MAPS] = "none"
+    rebalance: Annotated[Literal["none", "shadow", "balance", "migrate"], EXPERTS, OF_MAPS] = "none"
     """Policy by which ranks get other experts, according to the choices of the previous step. With
     shadow and balance, ranks get replicas of other ranks' experts, so fewer rows are sent. shadow:
     all ranks get replicas of the experts with most rows, as many as save time at the speeds that

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.section import ExpectedText, OnResume, Section, needs
-from megapipe.util.user_code import names_or_code
+from megapipe.config.section import ExpectedText, Needs, OnResume, Section, needs
+from megapipe.util.user_code import is_class_name, names_or_code
 
 SCORES = ("softmax", "sigmoid")
 
@@ -13,6 +13,11 @@ Number = Annotated[int, Field(ge=2, le=32767)]
 
 
 EXPERTS, BALANCE = needs("model.moe.num_experts"), needs("model.moe.aux_loss_coeff")
+SPLITTABLE = Needs(
+    EXPERTS.words, lambda config: EXPERTS.is_met(config) or is_class_name(config.model.source)
+)
+"""Condition of keys about experts on several ranks: ``model.moe.num_experts``, or a class of
+transformers, which may have experts."""
 
 
 class MoEConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megapipe.config.moe import EXPERTS
+from megapipe.config.moe import EXPERTS, SPLITTABLE
 from megapipe.config.section import (
     SEARCHED,
     ExpectedText,
@@ -56,7 +56,7 @@ class ParallelConfig(Section):
     """Number of pipeline ranks."""
     cp: Annotated[int, SEARCHED] = Field(1, ge=1)
     """Number of context-parallel ranks, over which positions are split (section context)."""
-    ep: Annotated[int, EXPERTS, SEARCHED] = Field(1, ge=1)
+    ep: Annotated[int, SPLITTABLE, SEARCHED] = Field(1, ge=1)
     """Number of expert-parallel ranks, over which the experts of a layer are split (model.moe).
     They are consecutive among the dp x cp x tp ranks with one pipeline index."""
     etp: Annotated[int, EXPERTS] = Field(1, ge=1)

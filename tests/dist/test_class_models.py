@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from megapipe import train
 from megapipe.checkpoint.find import find_checkpoint
+from megapipe.config.config import Config
 from megapipe.convert import export
 from megapipe.errors import ConfigError
 from megapipe.generate.cached_decoder import CachedDecoder
 from megapipe.inference import Model, load_model
+from megapipe.layout.resolve import resolve
 from megapipe.model.hf import experts
 from tests.parity.cases import Case
 from tests.parity.class_models import (
@@ -52,6 +55,21 @@ CONTEXT = [
     Case(cp=2, m=2, masked=0.3, steps=3),
     Case(cp=2, context="ulysses", m=2, steps=3),
     Case(cp=2, pp=2, schedule="zb_h1", m=3, documents=True, activations="full", steps=3),
+]
+EXPERTS = [
+    Case(dp=2, ep=2, moe="top 2", m=2, masked=0.3, steps=3),
+    Case(
+        pp=2,
+        dp=2,
+        ep=2,
+        moe="top 2",
+        schedule="zb_v",
+        m=4,
+        zero=3,
+        activations="full",
+        steps=3,
+    ),
+    Case(cp=2, ep=2, moe="top 2", dispatch="all_gather", m=2, steps=3),
 ]
 ADAPTERS = [
     Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, activations="full", steps=3),
@@ -101,6 +119,15 @@ def test_documents(family: str, folders: Path) -> None:
 @in_parts("family", without(UNATTENDED, WINDOWS), default=["smollm3"], full=["deepseek_v3"])
 def test_context_parallel(family: str, folders: Path) -> None:
     check(folder_of(folders, family), CONTEXT)
+
+
+@in_parts("family", ["mixtral", "deepseek_v3"], default=["mixtral"])
+def test_expert_parallel(family: str, folders: Path) -> None:
+    folder = folder_of(folders, family)
+    for case in EXPERTS:
+        model = settle(ClassCase(folder, case))[1].model
+        assert any(spec.over_ep for spec in model.parameters(model.whole))
+    check(folder, EXPERTS)
 
 
 @in_parts("family", ["qwen3", "mixtral", "glm"], default=["qwen3"], full=["mixtral"])
@@ -188,6 +215,8 @@ def check_generation(model: Model, wanted: Any) -> None:
         ("qwen3_next", CONTEXT[0], "layer 0 passes values between positions in another way"),
         ("qwen3_next", DOCUMENTS[0], "layer 0 passes values between positions in another way"),
         ("gemma3_text", CONTEXT[0], "layer 0 sees a window of 6 positions"),
+        ("llama", EXPERTS[0], r"parallel\.ep=2: LlamaForCausalLM has no experts"),
+        ("mixtral", replace(EXPERTS[0], dispatch="fetch"), r"experts\.dispatch=fetch: the experts"),
     ],
 )
 def test_what_a_class_lacks_is_refused(
@@ -195,3 +224,25 @@ def test_what_a_class_lacks_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         settle(ClassCase(folder_of(folders, family), case))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dp": 3, "ep": 3}, r"8 experts are not divisible by parallel\.ep=3: ep could be 1, 2, 4"),
+        ({"dp": 2, "ep": 2, "tp": 2}, r"expected parallel\.tp=1"),
+        ({"dp": 2, "ep": 4}, r"parallel\.ep=4 does not divide dp 2"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_experts_are_refused(
+    sizes: dict[str, int], reason: str, folders: Path
+) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"source": f"hf:{folder_of(folders, 'mixtral')}", "dtype": "fp64"},
+            "parallel": sizes,
+            "train": {"global_batch": 6, "sequence_length": 8, "microbatch": 1},
+        }
+    )
+    with pytest.raises(ConfigError, match=reason):
+        resolve(config, sizes["dp"] * sizes.get("tp", 1), None)

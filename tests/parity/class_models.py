@@ -18,6 +18,8 @@ from megapipe import TrainStep
 from megapipe.config.config import Config
 from megapipe.config.lora import LoraConfig
 from megapipe.config.model import ModelConfig
+from megapipe.layers.moe.dispatch import Dispatcher
+from megapipe.layers.moe.permutation import ExpertCounts
 from megapipe.layout.layout import Layout
 from megapipe.layout.resolve import resolve
 from megapipe.model.hf import experts
@@ -183,13 +185,22 @@ class ClassStages:
         return settle(ClassCase(self.folder, self.case))
 
 
+def even_rows(choice: torch.Tensor, number: int, dispatcher: Dispatcher) -> ExpertCounts:
+    """Count the rows of experts as if tokens chose them evenly; the real counts are exchanged."""
+    counted = dispatcher.count(choice, number, dispatcher.counting).on_device
+    known = [experts.even_counts(choice.numel(), number)] * dispatcher.counting.size
+    assert counted is not None
+    return ExpertCounts(known, torch.tensor(known, dtype=counted.dtype))
+
+
 def measure_evenly(measure: Callable[..., Any], world: World, planned: Any) -> Any:
     """Call `measure` with experts that all get equally many rows, as in plans."""
 
     def counts(of_row: torch.Tensor, number: int) -> list[int]:
         return experts.even_counts(len(of_row), number)
 
-    with mock.patch.object(experts, "row_counts", counts):
+    evenly = mock.patch.object(experts, "rows_of_ranks", even_rows)
+    with mock.patch.object(experts, "row_counts", counts), evenly:
         return measure(world, planned)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, fields
 from torch.nn import Parameter
 
 from megapipe.distributed.axis import Axis
+from megapipe.experts.map import ExpertMap
 from megapipe.layers.moe.dispatch import Dispatcher
 from megapipe.layers.moe.dispatchers.all_to_all import AllToAllDispatcher
 from megapipe.layers.moe.owners import ExpertOwners
-from megapipe.layers.parameter import Sharding, local_parameter, make_parameter
+from megapipe.layers.parameter import Sharding, local_parameter, make_parameter, new_parameter
 from megapipe.layers.specs import ParameterSpec
 
 
@@ -47,6 +48,15 @@ class MoESharding(Sharding):
     def part(self) -> int:
         """Index of this rank among the etp ranks that share its experts."""
         return self.dispatcher.ep.index % self.dispatcher.etp
+
+
+def parameter_of(sharding: Sharding, spec: ParameterSpec) -> Parameter:
+    """Make a parameter without storage; of experts, those that an even map gives this rank."""
+    if not spec.over_ep:
+        return new_parameter(sharding, spec)
+    own = MoESharding.of(sharding)
+    even = ExpertMap.even(spec.shape[0], own.ranks)
+    return expert_parameter(own, spec, ExpertOwners(even, own.rank))
 
 
 def expert_parameter(sharding: MoESharding, spec: ParameterSpec, owners: ExpertOwners) -> Parameter:

@@ -25,8 +25,6 @@ def check_experts(config: Config, dp: int) -> None:
 def _check_ranks(config: Config, dp: int) -> None:
     moe, optimizer, parallel = config.model.moe, config.optimizer, config.parallel
     ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
-    if moe.num_experts is None:
-        return
     block = dp * parallel.cp * tp
     if block % (ep * etp):
         inner = f" x parallel.etp={etp}" if etp > 1 else ""
@@ -34,6 +32,8 @@ def _check_ranks(config: Config, dp: int) -> None:
             f"parallel.ep={ep}{inner} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = "
             f"{block}: {divisors_hint('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
         )
+    if moe.num_experts is None:
+        return
     assert moe.expert_ffn_hidden is not None, "resolved"
     if moe.expert_ffn_hidden % etp:
         raise ConfigError(

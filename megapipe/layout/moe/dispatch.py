@@ -60,7 +60,7 @@ def check_dispatch(config: Config) -> None:
     """Refuse sizes that do not divide, and keys that conflict. ep and etp are checked already."""
     experts, moe = config.experts, config.model.moe
     ep, etp = config.parallel.ep, config.parallel.etp
-    if moe.num_experts is None or ep * etp == 1:
+    if ep * etp == 1:
         return
     if is_user_code(experts.dispatch):
         from megapipe.layers.moe.dispatchers import load_dispatcher  # loads torch
@@ -68,6 +68,11 @@ def check_dispatch(config: Config) -> None:
         load_dispatcher(experts.dispatch)
     _check_codec(config)
     _check_topology(config)
+    if experts.dispatch == "hierarchical":
+        _check_node(experts.ranks_per_node or 1, ep * etp)
+    if moe.num_experts is None:
+        _check_of_class(config)
+        return
     check_rebalance(config)
     for layer in filter(moe.has_experts, range(config.model.layers)):
         here = moe.experts_of(layer) // ep
@@ -77,12 +82,19 @@ def check_dispatch(config: Config) -> None:
                 f"experts per rank with {experts_in(moe, layer)} and parallel.ep={ep}: "
                 "expected at most that"
             )
-    if experts.dispatch == "hierarchical":
-        _check_node(experts.ranks_per_node or 1, ep * etp)
     if experts.overlap_chunks == "auto" and Speeds.of(config).tflops is None:
         raise ConfigError(
             "experts.overlap_chunks=auto needs the speed of the device, which is not known: "
             f"set {SPEED_KEYS}, or experts.overlap_chunks to a number"
+        )
+
+
+def _check_of_class(config: Config) -> None:
+    """Refuse a dispatch that the experts of a class of transformers do not have."""
+    if config.experts.dispatch == "fetch":
+        raise ConfigError(
+            f"experts.dispatch=fetch: the experts of model.source={config.model.source} stay where "
+            "they are; expected all_to_all, all_gather or hierarchical"
         )
 
 

@@ -13,6 +13,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.lora_specs import Lora
 from megapipe.model.gpt.hf.config import config_from_hf
+from megapipe.model.hf.experts import is_experts
 from megapipe.model.hf.factory import UnitFactory
 from megapipe.model.hf.features import ATTENDED, why_not
 from megapipe.model.hf.lora import is_adapter
@@ -25,6 +26,7 @@ from megapipe.model.modules.stage import ModuleStage
 from megapipe.model.modules.units import ParameterPlace
 from megapipe.model.partition import StageSpec
 from megapipe.schedule.cost import Time
+from megapipe.text import divisors_hint
 
 if TYPE_CHECKING:
     from megapipe.model.interface import TensorShape
@@ -106,20 +108,43 @@ class TransformersSpec(ModuleListSpec):
         return once
 
     def places(self, layers: Mapping[int, nn.Module]) -> list[ParameterPlace]:
-        found = super().places(layers)
-        if self.conditions.lora is None:
-            return found
-        return [
-            each if is_adapter(each.spec.name) else each._replace(spec=replace(each.spec, frozen=True))
-            for each in found
-        ]
+        def with_layout(place: ParameterPlace) -> ParameterPlace:
+            frozen = self.conditions.lora is not None and not is_adapter(place.spec.name)
+            over_ep = self.conditions.ep > 1 and is_experts(place.module)
+            return place._replace(spec=replace(place.spec, frozen=frozen, over_ep=over_ep))
+
+        return [*map(with_layout, super().places(layers))]
 
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))
 
     def check(self) -> None:
         self._source.check()
+        self._check_experts()
         super().check()
+
+    def _check_experts(self) -> None:
+        """Refuse a number of ranks that does not divide the experts."""
+        ep, tp, etp = self.conditions.ep, self.conditions.tp, self.conditions.etp
+        if ep == etp == 1:
+            return
+        counts = [place.spec.shape[0] for place in self._parameter_places if place.spec.over_ep]
+        if not counts:
+            raise self._source.problem(
+                f"parallel.ep={ep}: {self._source.class_name} has no experts that transformers' "
+                "interface of experts computes; expected 1"
+            )
+        if tp * etp > 1:
+            raise self._source.problem(
+                f"parallel.ep={ep} with parallel.tp={tp} and parallel.etp={etp}: the experts of a "
+                "class are split over ep alone; expected parallel.tp=1 and parallel.etp=1"
+            )
+        for count in counts:
+            if count % ep:
+                raise self._source.problem(
+                    f"{count} experts are not divisible by parallel.ep={ep}: "
+                    f"{divisors_hint('ep', count, ep)}"
+                )
 
     def describe(self) -> str:
         name = self._source.class_name
@@ -127,7 +152,7 @@ class TransformersSpec(ModuleListSpec):
 
     def _advice(self) -> str:
         """Return whether the built-in family has the model too, and what this route lacks."""
-        lacks = "without cp, ep, slices and fused kernels"
+        lacks = "without slices, sequence parallelism and fused kernels"
         try:
             config_from_hf(self._source.source.config)
         except ConfigError:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe.sharding import MoESharding
 from megapipe.layers.recompute import recompute, recompute_except_attention, save_all
 from megapipe.model.hf.units import LayerUnit, Unit
 from megapipe.model.modules.stage import ModuleStage
@@ -46,6 +47,8 @@ class ClassStage(ModuleStage):
     ) -> Any:
         assert isinstance(layer, Unit)
         layer.kernels = self.sharding.kernels
+        if isinstance(self.sharding, MoESharding):
+            layer.dispatcher = self.sharding.dispatcher
         return layer(*inputs, mb, cache)
 
     def constants(self) -> list[Tensor]:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
+from megapipe.layers.moe.dispatch import Dispatcher
 from megapipe.model.hf.attention import StageAttention, attending
 from megapipe.model.hf.calls import LayerCalls, position_ids
+from megapipe.model.hf.experts import dispatching
 from megapipe.model.hf.outline import Outline
 from megapipe.model.hf.stand_ins import ReachedError, suppressed_packing
 from megapipe.ops.kernels import Kernels
@@ -29,6 +31,8 @@ class Unit(nn.Module):
     """Path of the same module in the class."""
     kernels: Kernels
     """Kernels of the process; by default torch's."""
+    dispatcher: Dispatcher | None = None
+    """Dispatcher of the rows of experts; None: this process has all experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +88,8 @@ class LayerUnit(Unit):
     ) -> Tensor:
         args, kwargs = self.calls.of(x, mb)[self.number]
         whole = MicroBatch(0, 0, 0) if mb is None else mb
-        with attending(StageAttention(self.number, self.kernels, whole, cache)):
+        attend = StageAttention(self.number, self.kernels, whole, cache)
+        with attending(attend), dispatching(self.dispatcher):
             y = self.layer(x, *args, **kwargs)
         return y[0] if isinstance(y, tuple) else y
 

@@ -12,7 +12,8 @@ from megapipe.layers.activation_policy import BlockSpan
 from megapipe.layers.dropout import dropout_seed
 from megapipe.layers.kv_cache import KVCache
 from megapipe.layers.microbatch import MicroBatch
-from megapipe.layers.parameter import Sharding, new_parameter
+from megapipe.layers.moe.sharding import parameter_of
+from megapipe.layers.parameter import Sharding
 from megapipe.layers.rng import seeded
 from megapipe.layers.specs import ParameterSpec
 from megapipe.layers.user_linear import Linear
@@ -60,7 +61,7 @@ class ModuleStage(nn.Module):
             if isinstance(place.module, Linear) and not place.spec.grad_by_autograd:
                 deferred.setdefault(place.module, {})[place.attribute] = place.spec
             else:
-                parameter = new_parameter(sharding, place.spec)
+                parameter = parameter_of(sharding, place.spec)
                 place.module._parameters[place.attribute] = parameter
         for module, specs in deferred.items():
             module.bind(sharding, specs["weight"], specs.get("bias"))
