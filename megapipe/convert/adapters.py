@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from megapipe.model.gpt.lora import (
 from megapipe.model.gpt.parameters import stage_parameters
 from megapipe.model.partition import StageSpec
 from megapipe.util.dtypes import Dtype
-from megapipe.util.user_code import is_class_name
+from megapipe.util.user_code import TRANSFORMERS, is_class_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -118,13 +118,44 @@ def export_adapters(
     adapters = Adapters.of(checkpoint, model)
     if adapters.lora is None:
         raise ConfigError(f"{checkpoint.path} has no adapters (lora.rank is null)")
-    if is_class_name(model.source):
-        from megapipe.convert.class_export import ExportedClass  # loads transformers
+    of_class = is_class_name(model.source)
+    found = _of_class(checkpoint, model) if of_class else _of_family(adapters, model, model_type)
+    kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == found.values[0][1].dtype)
+    dtype = dtype or kept
+    values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in found.values]
+    named: list[Named] = [(name, tuple(factor.shape), dtype) for name, factor in values]
+    with atomic_folder(output) as folder:
+        with create(folder / CONFIG) as file:
+            file.write((json.dumps(_config(stored, found), indent=2) + "\n").encode())
+        write(folder, {WEIGHTS: named}, values, report)
 
-        of_class = ExportedClass.of(checkpoint, model, dtype)
-        base, layers = of_class.factory.source.folder, of_class.factory.outline.stack
-        _write(output, stored, base, layers, [*of_class.factors()], dtype, report, turned=False)
-        return
+
+class _PeftAdapters(NamedTuple):
+    """Adapters as peft has them."""
+
+    base: object
+    """Folder or name of the adapted weights."""
+    layers: str
+    """Path of the list of layers in the class."""
+    turned: bool
+    """Whether the class's linear layers have weights [in, out]."""
+    values: list[tuple[str, Tensor]]
+    """All adapter matrices by the names of peft."""
+
+
+def _of_class(checkpoint: Checkpoint, model: ModelConfig) -> _PeftAdapters:
+    """Return the adapters of a class of transformers, which are on its own layers."""
+    from megapipe.convert.class_export import ExportedClass  # loads transformers
+
+    exported = ExportedClass.of(checkpoint, model, None)
+    assert model.source is not None
+    base, layers = model.source.removeprefix(TRANSFORMERS), exported.factory.outline.stack
+    return _PeftAdapters(base, layers, False, [*exported.factors(PEFT)])
+
+
+def _of_family(adapters: Adapters, model: ModelConfig, model_type: str | None) -> _PeftAdapters:
+    """Return the adapters of the built-in model on the layers of a Hugging Face class."""
+    assert adapters.lora is not None
     row = row_of(model, model_type)
     of_mlp = [target for target in adapters.lora.targets if target.startswith(MLP)]
     if row.has_experts and of_mlp:
@@ -133,36 +164,8 @@ def export_adapters(
             f"Face {row.model_type} class: remove --adapter to write merged weights"
         )
     turned = row.counterpart("layers.0.attention.out").arrangement == "transposed"
-    values = [*_of_peft(adapters, row)]
-    base = stored.get("checkpoint.load")
-    _write(output, stored, base, row.layers, values, dtype, report, turned=turned)
-
-
-def _write(
-    output: Path,
-    stored: Any,
-    base: object,
-    layers: str,
-    values: Sequence[tuple[str, Tensor]],
-    dtype: Dtype | None,
-    report: Callable[[str], None],
-    *,
-    turned: bool,
-) -> None:
-    """Write adapter matrices, by the names of peft.
-
-    `base`: folder of the adapted weights. `layers`: path of the list of layers in the class.
-    `turned`: whether its linear layers have weights [in, out].
-    """
-    kept = next(name for name in get_args(Dtype) if TORCH_DTYPES[name] == values[0][1].dtype)
-    dtype = dtype or kept
-    values = [(name, factor.to(TORCH_DTYPES[dtype])) for name, factor in values]
-    named: list[Named] = [(name, tuple(factor.shape), dtype) for name, factor in values]
-    config = _config(stored, base, layers, named, turned=turned)
-    with atomic_folder(output) as folder:
-        with create(folder / CONFIG) as file:
-            file.write((json.dumps(config, indent=2) + "\n").encode())
-        write(folder, {WEIGHTS: named}, values, report)
+    base = adapters.checkpoint.manifest.config.get("checkpoint.load")
+    return _PeftAdapters(base, row.layers, turned, [*_of_peft(adapters, row)])
 
 
 def _of_peft(adapters: Adapters, row: HFClass) -> Iterator[tuple[str, Tensor]]:
@@ -199,23 +202,21 @@ def _layers(
     yield names[order.index(target)], b
 
 
-def _config(
-    stored: Any, base: object, layers: str, named: list[Named], *, turned: bool
-) -> dict[str, Any]:
+def _config(stored: Any, found: _PeftAdapters) -> dict[str, Any]:
     """Return the keys and values of peft's LoraConfig."""
     section = stored_lora(stored)
-    start = f"{PEFT}{layers}."
-    inner = (name.removeprefix(start).partition(".")[2] for name, *_ in named)
+    start = f"{PEFT}{found.layers}."
+    inner = (name.removeprefix(start).partition(".")[2] for name, _ in found.values)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if base is None else str(base),
+        "base_model_name_or_path": found.base,
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
         "use_rslora": section.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": found.turned,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in inner}),
         "inference_mode": True,
     }

@@ -84,12 +84,13 @@ class ExportedClass:
         for unit in self._units:
             yield from self._in_files({name: self._value(name, unit[name]) for name in unit})
 
-    def factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices of all adapters under the names that peft uses."""
+    def factors(self, start: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the matrices of all adapters under the names that peft uses, which begin with
+        `start`."""
         for name in self.factory.adapters:
             layer, _, which = name.removesuffix(".weight").rpartition(".lora_")
             factor = self.checkpoint.read(f"{KIND}{name}")
-            yield f"base_model.model.{layer}.lora_{which.upper()}.weight", factor
+            yield f"{start}{layer}.lora_{which.upper()}.weight", factor
 
     @cached_property
     def _units(self) -> list[dict[str, Tensor]]:

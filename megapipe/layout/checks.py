@@ -165,9 +165,11 @@ def _check_support(config: Config, family: ModelSpec) -> None:
 def check_slices(config: Config, family: ModelSpec, slices: int) -> None:
     """Refuse slices of sequences if the model cannot compute them."""
     if slices > 1 and "slices" not in family.supports:
+        reason = family.why_not("slices")
+        why = f" ({reason})" if reason else ""
         raise ConfigError(
             f"pipeline.schedule={config.pipeline.schedule} cuts sequences into slices, which "
-            f"{family.name} does not support: expected a schedule of whole sequences"
+            f"{family.name} does not support{why}: expected a schedule of whole sequences"
         )
 
 

@@ -40,6 +40,13 @@ class ScoreModifiers(NamedTuple):
 PLAIN = ScoreModifiers()
 
 
+def visible_scores(length: int, window: int | None) -> int:
+    """Return the number of scores of `length` positions that attend to themselves and to earlier
+    positions, at most `window` in all; None: to all earlier positions."""
+    full = min(length, window or length)  # the first positions see fewer
+    return full * (full + 1) // 2 + (length - full) * full
+
+
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return ALiBi's slopes (Press et al., 2108.12409): 2**(-8 i / n) for head i in 1 .. n.
 

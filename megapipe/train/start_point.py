@@ -111,7 +111,11 @@ def of_load(error: CheckpointError | ConfigError) -> CheckpointError | ConfigErr
 
 def check_adapters(source: StartPoint, config: Config) -> None:
     """Raise :class:`ConfigError` if adapters would be trained on top of random weights."""
-    loaded = is_class_folder(config.model.source) or source.checkpoint is not None or source.weights is not None
+    loaded = (
+        is_class_folder(config.model.source)
+        or source.checkpoint is not None
+        or source.weights is not None
+    )
     if config.lora.rank is not None and not loaded:
         raise ConfigError(
             f"lora.rank={config.lora.rank} trains adapters on frozen weights, and no weights "

@@ -47,6 +47,20 @@ PIPELINES = [
     Case(pp=4, schedule="zb_h1", m=4, steps=3),
     Case(pp=2, m=3, activations="full", steps=3),
 ]
+SLICES = [
+    Case(pp=2, schedule="seq1f1b", slices=2, m=3, masked=0.3, sequence=16, steps=3),
+    Case(
+        pp=2,
+        cp=2,
+        schedule="seq1f1b",
+        slices=2,
+        m=2,
+        documents=True,
+        activations="full",
+        sequence=16,
+        steps=3,
+    ),
+]
 DOCUMENTS = [
     Case(pp=2, m=3, masked=0.3, documents=True, steps=3),
     Case(pp=2, dp=2, schedule="zb_v", m=4, zero=3, documents=True, activations="full", steps=3),
@@ -114,6 +128,11 @@ def without(*lacking: set[str]) -> list[str]:
 @in_parts("family", without(UNATTENDED), default=["smollm3"], full=["gemma3_text"])
 def test_documents(family: str, folders: Path) -> None:
     check(folder_of(folders, family), DOCUMENTS)
+
+
+@in_parts("family", without(UNATTENDED, WINDOWS), default=["qwen3"], full=["mixtral"])
+def test_slices(family: str, folders: Path) -> None:
+    check(folder_of(folders, family), SLICES)
 
 
 @in_parts("family", without(UNATTENDED, WINDOWS), default=["smollm3"], full=["deepseek_v3"])
@@ -219,9 +238,7 @@ def check_generation(model: Model, wanted: Any) -> None:
         ("mixtral", replace(EXPERTS[0], dispatch="fetch"), r"experts\.dispatch=fetch: the experts"),
     ],
 )
-def test_what_a_class_lacks_is_refused(
-    family: str, case: Case, reason: str, folders: Path
-) -> None:
+def test_what_a_class_lacks_is_refused(family: str, case: Case, reason: str, folders: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         settle(ClassCase(folder_of(folders, family), case))
 

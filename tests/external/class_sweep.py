@@ -349,9 +349,8 @@ def table(verdicts: Iterable[Verdict]) -> str:
         *textwrap.wrap(" ".join(equal), 110),
         "```",
         "",
-        f"{len(attended)} of them have attention by megapipe's kernels in every layer. With documents, "
-        "and with keys",
-        "and values kept, their logits are equal too:",
+        f"In {len(attended)} of them megapipe's kernels compute attention in every layer. Their",
+        "logits are equal with documents, and with keys and values kept, too:",
         "",
         "```text",
         *textwrap.wrap(" ".join(attended), 110),

@@ -10,6 +10,7 @@ and recomputation do not count.
 from megapipe.config.model import ModelConfig
 from megapipe.model.gpt.moe.layers import GATES
 from megapipe.model.gpt.parameters import known
+from megapipe.ops.scores import visible_scores
 
 
 def layer_flops(
@@ -44,10 +45,7 @@ def causal_flops(model: ModelConfig, length: int) -> int:
     """
     linear = layer_flops(model, 0)
     per_position = layer_flops(model, 1) - linear
-    seen = 0
-    for layer in range(model.layers):
-        full = min(length, model.window_of(layer) or length)  # the first tokens see fewer
-        seen += full * (full + 1) // 2 + (length - full) * full
+    seen = sum(visible_scores(length, model.window_of(layer)) for layer in range(model.layers))
     return length * linear + per_position * seen // model.layers
 
 

@@ -29,7 +29,7 @@ class LayerCalls:
         outline: its parts.
     """
 
-    kept = 4
+    kept = 16
     """Number of shapes and positions for which arguments are kept."""
 
     def __init__(self, model: nn.Module, outline: Outline) -> None:
@@ -94,7 +94,6 @@ class LayerCalls:
                 raise UnfitClassError(
                     f"layer {number} is called with {name}, which depends on the tokens"
                 )
-
 
     def follows_positions(self, last: int) -> bool:
         """Whether arguments for some positions are those of the same positions among more, up to

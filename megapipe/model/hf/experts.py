@@ -1,8 +1,8 @@
 """Experts of transformers classes: rows are sorted by expert, and each expert multiplies its own.
 
-With expert parallelism a rank has some of a layer's experts. Rows are dispatched to the ranks of
-their experts and combined by the built-in model's dispatchers (:mod:`megapipe.layers.moe.dispatch`),
-and autograd computes the gradients of the experts' weights. The class's router chooses.
+The class's router chooses. With expert parallelism a rank has some of a layer's experts: rows are
+dispatched to the ranks of their experts and combined by the built-in model's dispatchers
+(:mod:`megapipe.layers.moe.dispatch`), and autograd computes the gradients of the weights.
 
 On torch's meta device, where nobody knows which expert a router chooses, all experts get equally
 many rows. So plans need no values.

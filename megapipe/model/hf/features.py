@@ -6,7 +6,7 @@ from megapipe.model.hf.calls import LayerCalls
 from megapipe.model.hf.outline import Outline
 from megapipe.model.interface import Feature
 
-ATTENDED: tuple[Feature, ...] = ("context", "document_mask", "kv_cache")
+ATTENDED: tuple[Feature, ...] = ("context", "document_mask", "kv_cache", "slices")
 """Features that a class has if megapipe's kernels compute its attention."""
 SHORT = 8
 """Position up to which position embeddings are compared where samples consist of documents."""

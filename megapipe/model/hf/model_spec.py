@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from megapipe.model.modules.model_spec import ModuleListSpec
 from megapipe.model.modules.stage import ModuleStage
 from megapipe.model.modules.units import ParameterPlace
 from megapipe.model.partition import StageSpec
+from megapipe.ops.scores import visible_scores
 from megapipe.schedule.cost import Time
 from megapipe.text import divisors_hint
 
@@ -115,6 +117,17 @@ class TransformersSpec(ModuleListSpec):
 
         return [*map(with_layout, super().places(layers))]
 
+    def causal_flops(self, length: int) -> int:
+        """Return the mean over layers of the forward's FLOPs on the first `length` tokens."""
+        whole = self.conditions.sequence_length
+        total = Fraction(0)
+        for layer, own in zip(self._usual(1)[1:-1], self._source.outline.attention, strict=True):
+            assert own is not None, "slices are supported"
+            score = 4 * own.heads * own.head_dim
+            linear = self._per_token(layer.flops) - score * whole
+            total += linear * length + score * visible_scores(length, own.scores.window)
+        return int(total / self.layers)
+
     def kind(self, layer: int) -> Hashable:
         return tuple(_traits(self._sketch[layer + 1]))
 
@@ -152,7 +165,7 @@ class TransformersSpec(ModuleListSpec):
 
     def _advice(self) -> str:
         """Return whether the built-in family has the model too, and what this route lacks."""
-        lacks = "without slices, sequence parallelism and fused kernels"
+        lacks = "without sequence parallelism and fused kernels"
         try:
             config_from_hf(self._source.source.config)
         except ConfigError:

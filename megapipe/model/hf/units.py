@@ -17,7 +17,6 @@ from megapipe.model.hf.outline import Outline
 from megapipe.model.hf.stand_ins import ReachedError, suppressed_packing
 from megapipe.ops.kernels import Kernels
 
-
 BASE = "base_layer"
 """Attribute under which a linear layer with an adapter has the layer of the class."""
 

@@ -50,9 +50,10 @@ def measure(
     """Measure each layer on one of `tp` ranks by running it on the meta device.
 
     `tokens`: number of sequences, and their length. `deferred`: linear layers with deferred weight
-    gradients; frozen weights, which need no gradient, have none. `partial`: parameters between split layers whose gradients are summed over tp. Raises
-    :class:`ConfigError` if a layer fails on the meta device, returns anything but
-    tensors, or would be wrong on several ranks, or if `loss` returns no scalar.
+    gradients; frozen weights, which need no gradient, have none. `partial`: parameters between
+    split layers whose gradients are summed over tp. Raises :class:`ConfigError` if a layer fails on
+    the meta device, returns anything but tensors, or would be wrong on several ranks, or if `loss`
+    returns no scalar.
     """
     x: Any = (torch.empty(tokens, dtype=torch.int64, device="meta"),)
     found = []

@@ -21,8 +21,8 @@ from megapipe.config.unused_keys import check_effects
 from megapipe.context.tensors import RingTensor, RingTensors
 from megapipe.errors import ConfigError
 from megapipe.layout.context_checks import check_context, split_of
-from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.context_plan import PASSES
+from megapipe.layout.model_spec import model_spec_of
 from megapipe.layout.resolve import resolve
 from megapipe.layout.speeds import Speeds
 from megapipe.plan.activation_memory import peak_activations
