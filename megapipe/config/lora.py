@@ -24,4 +24,5 @@ class LoraConfig(Section):
     """Linear layers that get adapters, in each block: attention.q, attention.k and attention.v, or
     attention.qkv with one A for the three; attention.out; mlp.gate (of a gated MLP), mlp.up and
     mlp.down. all: every layer, with separate queries, keys and values if the model's Hugging Face
-    class separates them."""
+    class separates them. With ``model.source=hf:...`` the class's own names, such as q_proj or
+    mlp.down_proj; all: every linear layer but the head."""

@@ -37,7 +37,7 @@ IN_FP32 = {"deepseek_v3", "gemma3_text", "qwen3_next"}
 UNSPLIT = {"phi3", "gpt_oss"}
 """Families without a plan that splits layers over tp."""
 UNATTENDED = {"gpt_oss", "qwen3_next"}
-"""Families of which some layers have attention sinks or are recurrent."""
+"""Families with layers that have attention sinks or are recurrent."""
 WINDOWS = {"gemma3_text"}
 """Families whose layers see windows that are shorter than the samples."""
 PIPELINES = [

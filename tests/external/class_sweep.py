@@ -200,8 +200,12 @@ def toy_model(name: str) -> Any:
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"its toy has {parameters / 1e6:,.0f} million parameters")
     torch.manual_seed(0)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float64, experts_implementation=experts.NAME
+        config,
+        dtype=torch.float64,
+        experts_implementation=experts.NAME,
+        attn_implementation="eager" if capped else None,  # SDPA left soft caps out in 5.9
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -215,7 +219,11 @@ def toy_model(name: str) -> Any:
 
 
 def check(name: str) -> Verdict:
-    """Compare a type in a pipeline with the untouched model: every gradient of one step."""
+    """Compare a type in a pipeline with the untouched model: every gradient of one step. A class
+    that computes softmaxes or routers in fp32, where layouts differ, computes them in fp64 too."""
+    verdict = _check(name)
+    if verdict.kind != "wrong":
+        return verdict
     with AllInDouble():
         return _check(name)
 

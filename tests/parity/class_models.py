@@ -121,6 +121,8 @@ class AllInDouble(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float and not args[0].is_floating_point():
+            return args[0].double()  # positions, which are multiplied by fp64 frequencies
         if any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in args):
             if func is torch.Tensor.float:
                 return args[0]

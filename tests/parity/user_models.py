@@ -311,8 +311,8 @@ def plain_steps(
 ) -> tuple[Params, list[Step]]:
     """Return the initial weights and the steps of one process of plain torch.
 
-    `named`: parameters by name, of which those that require gradients are trained; `forward`:
-    tokens [b, s] -> logits [b, s, V].
+    `named`: parameters by name; those that require gradients are trained. `forward`: tokens [b, s]
+    -> logits [b, s, V].
     """
     groups: dict[bool, list[Any]] = {True: [], False: []}
     trained = {name: p for name, p in named.items() if p.requires_grad}
