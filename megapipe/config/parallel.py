@@ -58,8 +58,8 @@ class ParallelConfig(Section):
     """Number of context-parallel ranks, over which positions are split (section context)."""
     ep: Annotated[int, SPLITTABLE, SEARCHED] = Field(1, ge=1)
     """Number of expert-parallel ranks, over which the experts of a layer are split (model.moe, or
-    the experts of a class of transformers).
-    They are consecutive among the dp x cp x tp ranks with one pipeline index."""
+    the experts of a class of transformers). They are consecutive among the dp x cp x tp ranks with
+    one pipeline index."""
     etp: Annotated[int, EXPERTS] = Field(1, ge=1)
     """Number of expert-tensor-parallel ranks, over which the FFN hidden size of an expert is split.
     They are consecutive ranks; parallel.ep then counts groups of etp ranks."""

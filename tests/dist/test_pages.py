@@ -9,6 +9,7 @@ looked at.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -39,6 +40,8 @@ NOT_RUN = {
     ),
     r"^schedules\.md .*scripts/schedule\.py": "tests/unit/test_docs.py compares its lines",
 }
+if importlib.util.find_spec("lm_eval") is None:
+    NOT_RUN[r"evaluate\.py harness"] = "lm-evaluation-harness is not installed"
 SHORT = "train.steps=2 train.sequence_length=32 train.validation_samples=8 log.every=1"
 NARROW = (
     "model.hidden=64 model.ffn_hidden=128 train.microbatch=1 train.global_batch=16 "

@@ -194,20 +194,22 @@ class StageAttention(NamedTuple):
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.mask is not None:
             return call.explicit()
-        q, k, v = call.q, call.k, call.v
-        context, kernel, width = self.kernels.context, self.kernels.attention, v.shape[-1]
-        if width < q.shape[-1] and (context is not None or not isinstance(kernel, Sdpa)):
-            v = pad(v, (0, q.shape[-1] - width))  # these kernels have one width
+        q, k, v, scores = call.q, call.k, call.v, call.scores
+        context, kernel = self.kernels.context, self.kernels.attention
+        if q.shape[-1] != v.shape[-1] and (context is not None or not isinstance(kernel, Sdpa)):
+            width = max(q.shape[-1], v.shape[-1])  # these kernels have one width
+            scores = scores._replace(scale=scores.scale or q.shape[-1] ** -0.5)
+            q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         if context is not None:
             q, k, v = (_by_position(x) for x in (q, k, v))
-            y = context.attend(q, k, v, self.mb, call.scores, self.layer, self.cache)
+            y = context.attend(q, k, v, self.mb, scores, self.layer, self.cache)
             y = _by_head(y)
         else:
             if self.cache is not None:
                 new = _by_position(k), _by_position(v)
                 k, v = map(_by_head, self.cache.extend(self.layer, self.mb.start, *new))
-            y = kernel(q, k, v, call.dropout, self.mb.documents, call.scores)
-        return y[..., :width]
+            y = kernel(q, k, v, call.dropout, self.mb.documents, scores)
+        return y[..., : call.v.shape[-1]]
 
 
 def _by_position(x: Tensor) -> Tensor:

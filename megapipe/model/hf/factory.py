@@ -38,7 +38,7 @@ FAILURES = (
 
 
 class _Trial(NamedTuple):
-    """What a run of a class on torch's meta device has found."""
+    """Result of a run of a class on torch's meta device."""
 
     name: str
     """Name of the class."""

@@ -40,7 +40,7 @@ class Outline:
     """For each layer the sizes of its attention; None if megapipe's kernels do not compute it, or
     if the layer passes values between positions in another way too."""
     own_attention: str = ""
-    """What megapipe's kernels lack for its attention, if that is known."""
+    """Reason why megapipe's kernels do not compute its attention, if it is known."""
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers of a class in their order."""
@@ -222,9 +222,8 @@ def _attention(layer: nn.Module, calls: Sequence[AttentionCall]) -> AttentionNee
     if len(calls) != 1 or calls[0].mask is not None or convolves:
         return None
     (call,) = calls
-    return AttentionNeeds(
-        call.q.shape[1], call.k.shape[1], call.q.shape[-1], call.dropout, call.scores
-    )
+    width = max(call.q.shape[-1], call.v.shape[-1])
+    return AttentionNeeds(call.q.shape[1], call.k.shape[1], width, call.dropout, call.scores)
 
 
 def _sizes(call: Call) -> list[int]:
