@@ -35,9 +35,8 @@ def check_effects(config: Any, *sections: str) -> None:
         for key in given(section, needed):
             if getattr(section, key) == AUTO and _takes_auto(kind.model_fields[key].annotation):
                 continue
-            for need in needed[key]:
-                if not need.is_met(config):
-                    lacking.setdefault(need.words, []).append(f"{name}.{key}")
+            for words in dict.fromkeys(n.words for n in needed[key] if not n.is_met(config)):
+                lacking.setdefault(words, []).append(f"{name}.{key}")
     for words, keys in lacking.items():
         refuse_unused("", config, keys, f"without {words}")
 
