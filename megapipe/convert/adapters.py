@@ -149,7 +149,10 @@ def _of_class(checkpoint: Checkpoint, model: ModelConfig) -> _PeftAdapters:
 
     exported = ExportedClass.of(checkpoint, model, None)
     assert model.source is not None
-    base, layers = model.source.removeprefix(TRANSFORMERS), exported.factory.outline.stack
+    base = checkpoint.manifest.config.get("checkpoint.load")
+    if base is None:
+        base = model.source.removeprefix(TRANSFORMERS)
+    layers = exported.factory.outline.stack
     return _PeftAdapters(base, layers, False, [*exported.factors(PEFT)])
 
 

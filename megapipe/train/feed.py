@@ -30,6 +30,7 @@ from megapipe.schedule.ir import Schedule
 from megapipe.train.data_agreement import check_same_data, checksum
 from megapipe.train.prefetch_thread import PrefetchThread
 from megapipe.util.skipped_samples import SkippedSamples
+from megapipe.util.user_code import is_class_name
 
 BatchReader = Callable[[Sequence[int]], Samples | tuple[Tensor, Tensor, Tensor]]
 """Function: global sample indices -> tokens, labels, mask, and documents if samples are packed,
@@ -155,6 +156,8 @@ class Feed:
         self.sources = sources
         self._prefetch = prefetches(config.data)
         self._resets = config.resets_positions
+        self._places_all = is_class_name(config.model.source)
+        """Whether every stage needs positions that restart: layers of a class get them too."""
         self._uploads = Uploads(mesh.device)
         self._ahead: tuple[_FetchArguments, _Read] | None = None
         """Data of the next step, in flight to the device, with the arguments of their fetch."""
@@ -202,7 +205,9 @@ class Feed:
             if ids is not None:
                 documents, at = Documents(ids, self.mesh.device, near[at]), at + 1
             tokens, labels, mask = near[at : at + 3] if needed else (None, None, None)
-            positions = near[at + 3] if needed and self._resets else None
+            positions = None
+            if self._resets and (needed or self._places_all):
+                positions = near[at + 3 * needed]
             mixed = scored and mask is not None and mask.dtype != torch.bool
             if mixed:
                 losses.append(self._losses(math.nan))
@@ -351,7 +356,7 @@ class Feed:
                 copied.append(ids)
             if needed:
                 copied += [self._own(x, item) for x in samples[item.whole][:3]]
-            if needed and self._resets:
+            if self._resets and (needed or self._places_all):
                 assert ids is not None, "positions begin anew where documents do"
                 copied.append(self._own(positions_in(ids), item._replace(rows=slice(None))).t())
             found.append(_ReadItem(item, ids, at, needed, is_last))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapipe import train
 from megapipe.checkpoint.find import find_checkpoint
@@ -23,6 +24,7 @@ from megapipe.model.hf import experts
 from tests.parity.cases import Case
 from tests.parity.class_models import (
     FAMILIES,
+    SIZES,
     ClassCase,
     check_class,
     make_class,
@@ -263,3 +265,40 @@ def test_ranks_that_do_not_fit_the_experts_are_refused(
     )
     with pytest.raises(ConfigError, match=reason):
         resolve(config, sizes["dp"] * sizes.get("tp", 1), None)
+
+
+@pytest.mark.full
+def test_positions_restart_in_every_stage(tmp_path: Path) -> None:
+    """Ministral scales queries by their positions, in every layer."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    }
+    config = AutoConfig.for_model("ministral3", **{**SIZES, "rope_parameters": rope})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.save_pretrained(tmp_path / "folder")
+    losses = []
+    for pp in (1, 4):
+        run = train(
+            {
+                "model.source": f"hf:{tmp_path / 'folder'}",
+                "model.dtype": "fp64",
+                "run.folder": str(tmp_path),
+                "run.name": f"of_{pp}",
+                "parallel.pp": pp,
+                "pipeline.transport": "in_process",
+                "train.steps": 2,
+                "train.sequence_length": 48,
+                "train.global_batch": 4,
+                "train.microbatch": 1,
+                "data.document_mask": True,
+                "data.reset_position_ids": True,
+            }
+        )
+        lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)

@@ -67,6 +67,7 @@ def test_run_of_a_transformers_class_takes_the_bytes_of_processes(
     make_class(family).save_pretrained(tmp_path)
     every = [*CLASS_CASES, *([SPLIT_EXPERTS] if family == "mixtral" else [])]
     cases = [ClassStages(tmp_path, case) for case in every]
+    cases.append(ClassStages(tmp_path, CLASS_CASES[1], adapts=True))
     wrong = compare(cases, measure_classes, share=0.01)
     assert not wrong, "(planned, measured):\n" + "\n".join(wrong)
 

@@ -174,6 +174,7 @@ class ClassStages:
     folder: Path
     case: Case
     rows: None = None
+    adapts: bool = False
 
     @property
     def name(self) -> str:
@@ -184,7 +185,7 @@ class ClassStages:
         return range(self.case.pp)
 
     def configure(self) -> tuple[Config, Layout]:
-        return settle(ClassCase(self.folder, self.case))
+        return settle(ClassCase(self.folder, self.case, adapts=self.adapts))
 
 
 def even_rows(choice: torch.Tensor, number: int, dispatcher: Dispatcher) -> ExpertCounts:

@@ -131,6 +131,8 @@ def attention(
     explicit = mask if isinstance(mask, Tensor) else None
     if explicit is not None and softcap is not None:
         raise UnfitClassError("its attention has a soft cap and a mask of its own")
+    if dropout and not scores.plain:
+        raise UnfitClassError("its attention has dropout beside a window or a soft cap")
     attend = _RUNNING.get()
     y = attend(AttentionCall(query, key, value, dropout, scores, explicit))
     return y.transpose(1, 2).contiguous(), None
@@ -196,7 +198,8 @@ class StageAttention(NamedTuple):
             return call.explicit()
         q, k, v, scores = call.q, call.k, call.v, call.scores
         context, kernel = self.kernels.context, self.kernels.attention
-        if q.shape[-1] != v.shape[-1] and (context is not None or not isinstance(kernel, Sdpa)):
+        has_widths = isinstance(kernel, Sdpa) and kernel.pinned is None
+        if q.shape[-1] != v.shape[-1] and (context is not None or not has_widths):
             width = max(q.shape[-1], v.shape[-1])  # these kernels have one width
             scores = scores._replace(scale=scores.scale or q.shape[-1] ** -0.5)
             q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))

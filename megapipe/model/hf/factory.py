@@ -23,6 +23,7 @@ from megapipe.model.hf.stand_ins import UnfitClassError
 from megapipe.model.hf.tensor_parallel import plan_of, split_units
 from megapipe.model.hf.units import Unit, units_of
 from megapipe.model.hf.weights import FolderWeights, Known, draw_weights
+from megapipe.text import one_line
 
 CPU = torch.device("cpu")
 FAILURES = (
@@ -71,8 +72,10 @@ class UnitFactory:
                 return _Trial(type(model).__name__, attention.NAME, outline)
         except UnfitClassError as error:
             why = str(error)
-        except (ConfigError, *FAILURES):
-            pass
+        except ConfigError:
+            why = "it cannot have an attention other than its own"
+        except FAILURES as error:
+            why = f"with masks as patterns it fails: {type(error).__name__}: {one_line(error)}"
         model = self.source.on_meta(None)
         name = type(model).__name__
         try:

@@ -25,10 +25,10 @@ def why_not(feature: Feature, outline: Outline, calls: LayerCalls, length: int) 
                 f"layer {layer} passes values between positions in another way than causal "
                 "attention"
             )
-        if feature == "context" and own.dropout:
-            return f"attention of layer {layer} has dropout {own.dropout:g}"
         if feature == "context" and own.scores.among(length).window is not None:
             return f"layer {layer} sees a window of {own.scores.window} positions"
+    if feature == "context" and outline.draws:
+        return "it draws random numbers in training, for example for dropout"
     if not calls.follows_positions(SHORT if feature == "document_mask" else length - 1):
         return "its position embeddings depend on more than a token's own position"
     return ""

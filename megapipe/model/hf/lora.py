@@ -71,6 +71,8 @@ def unknown_targets(units: Iterable[Unit], targets: Sequence[str]) -> str | None
     wrong = [each for each in targets if not any(_is_target(path, [each]) for path in paths)]
     if not targets:
         return "it leaves nothing to train: expected all, or some linear layers"
+    if not paths:
+        return "its layers have no nn.Linear"
     names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
     if not wrong:
         return None

@@ -86,7 +86,7 @@ class TransformersSpec(ModuleListSpec):
         return KernelNeeds(
             widest._replace(
                 heads=widest.heads // tp,
-                groups=widest.groups // tp,
+                groups=max(1, widest.groups // tp),
                 dropout=max(each.dropout for each in found),
                 scores=modified[0] if modified else widest.scores,
             )
@@ -124,7 +124,7 @@ class TransformersSpec(ModuleListSpec):
         for layer, own in zip(self._usual(1)[1:-1], self._source.outline.attention, strict=True):
             assert own is not None, "slices are supported"
             score = 4 * own.heads * own.head_dim
-            linear = self._per_token(layer.flops) - score * whole
+            linear = max(self._per_token(layer.flops) - score * whole, Fraction(0))
             total += linear * length + score * visible_scores(length, own.scores.window)
         return int(total / self.layers)
 

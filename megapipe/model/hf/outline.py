@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megapipe.model.hf.attention import AttentionCall, attending
@@ -20,6 +21,7 @@ from megapipe.model.hf.stand_ins import (
     suppressed_packing,
 )
 from megapipe.model.kernel_needs import AttentionNeeds
+from megapipe.model.modules.tp_dataflow import draws
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Outline:
     attention: tuple[AttentionNeeds | None, ...]
     """For each layer the sizes of its attention; None if megapipe's kernels do not compute it, or
     if the layer passes values between positions in another way too."""
+    draws: bool = False
+    """Whether a forward in training draws random numbers, as dropout does."""
     own_attention: str = ""
     """Reason why megapipe's kernels do not compute its attention, if it is known."""
 
@@ -75,7 +79,7 @@ def outline_of(model: Any) -> Outline:
     trials = [_Trial(layer, number, passed) for number, layer in enumerate(layers)]
     whole = replaced(model, {stack: nn.ModuleList(trials)})
     ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    with suppressed_packing():
+    with suppressed_packing(), _Draws() as random:
         logits = whole(input_ids=ids, use_cache=False).logits
     if passed.order != [*range(len(layers))]:
         raise UnfitClassError(f"it calls its layers in the order {passed.order}")
@@ -102,6 +106,7 @@ def outline_of(model: Any) -> Outline:
         after=_owners(after - {""}),
         unused=_owners(outer.keys() - before - after),
         attention=tuple(each.attention for each in trials),
+        draws=random.found,
     )
 
 
@@ -138,6 +143,20 @@ def _depends(y: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
         y.sum(), list(parameters.values()), allow_unused=True, retain_graph=True
     )
     return {name for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+
+
+class _Draws(TorchDispatchMode):
+    """Mode that notes whether an operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found |= draws(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _Passed:

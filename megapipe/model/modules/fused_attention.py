@@ -26,7 +26,15 @@ def _flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, 
     return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
-SDPA_FLOPS: dict[Any, Callable[..., int]] = {FUSED: _flops}
+def _backward_flops(_: Any, *sizes: tuple[int, ...], **__: Any) -> int:
+    """Return FLOPs of the gradients of q, k and v, without those of computing scores again."""
+    return 2 * _flops(*sizes)
+
+
+SDPA_FLOPS: dict[Any, Callable[..., int]] = {
+    FUSED: _flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
 """FLOP formulas to pass to :class:`torch.utils.flop_counter.FlopCounterMode`."""
 
 

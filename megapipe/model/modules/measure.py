@@ -185,7 +185,7 @@ def _run(
 def _backward_flops(outputs: Sequence[Tensor]) -> int:
     """Return the FLOPs of the backward, run on the meta device."""
     trained = [each for each in outputs if each.requires_grad]
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping=SDPA_FLOPS)
     if trained:
         with counter:
             torch.autograd.backward(trained, [torch.empty_like(each) for each in trained])

@@ -250,6 +250,8 @@ class ModuleListSpec(ModelSpec):
         needed = {*wanted} | (ends if shared and ends & {*wanted} else set())
         if torch.get_default_device().type == "meta":
             made = dict(enumerate(deepcopy(list(self._sketch))))
+            for layer in made.values():
+                layer.requires_grad_(True)
         else:
             made = self._source.make(self.conditions.seed, needed)
         layers = {number: made[number] for number in wanted}

@@ -108,7 +108,7 @@ class ShardDataflowCheck(TorchDispatchMode):
             self._shares.update(made)
         elif self._only_partial(tensors):
             self._partial.update(made)
-        elif _draws(func) or (tensors and all(map(self._is_drawn, tensors))):
+        elif draws(func) or (tensors and all(map(self._is_drawn, tensors))):
             self._drawn.update(made)
         return y
 
@@ -133,7 +133,7 @@ class ShardDataflowCheck(TorchDispatchMode):
             )
         widths = [each.shape[-1:] for each in tensors if self._is_share(each)]
         drawn = [each.shape[-1:] for each in tensors if self._is_drawn(each)]
-        if of_share and (_draws(func) or any(one in widths and one != (1,) for one in drawn)):
+        if of_share and (draws(func) or any(one in widths and one != (1,) for one in drawn)):
             self._found(
                 f"random numbers ({func.overloadpacket.__name__}) between a ColumnLinear and a "
                 f"RowLinear would be the same on each of parallel.tp={self._tp} ranks: expected "
@@ -161,7 +161,7 @@ class ShardDataflowCheck(TorchDispatchMode):
         self.problem = self.problem or problem
 
 
-def _draws(func: Any) -> bool:
+def draws(func: Any) -> bool:
     """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket is not FUSED
 
