@@ -280,6 +280,8 @@ def test_positions_restart_in_every_stage(tmp_path: Path) -> None:
     config = AutoConfig.for_model("ministral3", **{**SIZES, "rope_parameters": rope})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.save_pretrained(tmp_path / "folder")
+    texts = [json.dumps({"text": f"def f{i}(x): return x + {i}"}) for i in range(300)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
     losses = []
     for pp in (1, 4):
         run = train(
@@ -294,6 +296,8 @@ def test_positions_restart_in_every_stage(tmp_path: Path) -> None:
                 "train.sequence_length": 48,
                 "train.global_batch": 4,
                 "train.microbatch": 1,
+                "data.source": str(tmp_path / "texts.jsonl"),
+                "data.tokenizer": "byte",
                 "data.document_mask": True,
                 "data.reset_position_ids": True,
             }
