@@ -61,6 +61,15 @@ FAMILIES: dict[str, Mapping[str, Any]] = {
     "glm": {},
     "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 2,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6},
     "deepseek_v3": {
         **MOE,
@@ -148,6 +157,8 @@ class ClassCase:
     case: Case
     all_in_double: bool = False
     """Whether :class:`AllInDouble` holds."""
+    restarts: bool = False
+    """Whether positions restart in each document."""
     adapts: bool = False
     """Whether adapters are trained instead of weights."""
 
@@ -163,7 +174,8 @@ def settle(one: ClassCase) -> tuple[Config, Layout]:
     """Return the resolved configuration, and the layout."""
     config, _ = configure(one.case)
     model = ModelConfig(source=f"hf:{one.folder}", dtype="fp64")
-    sections = {"model": model, "lora": LORA if one.adapts else LoraConfig()}
+    data = config.data.model_copy(update={"reset_position_ids": one.restarts})
+    sections = {"model": model, "lora": LORA if one.adapts else LoraConfig(), "data": data}
     return resolve(config.model_copy(update=sections), one.case.world, None, measure=BY_UNITS)
 
 
@@ -251,15 +263,18 @@ def adapters_of(model: Any, one: ClassCase, outcomes: Sequence[Outcome]) -> dict
     return named
 
 
-def by_document(row: torch.Tensor, logits_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return the logits [s, V] of a sample's tokens [s], each document computed alone.
+def by_document(
+    row: torch.Tensor, logits_of: Callable[..., torch.Tensor], restarts: bool
+) -> torch.Tensor:
+    """Return the logits [s, V] of a sample's tokens [s], each document computed alone; with
+    `restarts` its positions count from 0.
 
     `logits_of`: function (tokens [1, n], position of the first one) -> logits [1, n, V].
     """
     ends = [*(int(end) + 1 for end in (row == END).nonzero()), len(row)]
     starts = [0, *ends[:-1]]
     parts = [(row[a:b], a) for a, b in zip(starts, ends, strict=True) if a < b]
-    return torch.cat([logits_of(part[None], first)[0] for part, first in parts])
+    return torch.cat([logits_of(part[None], 0 if restarts else first)[0] for part, first in parts])
 
 
 def train_untouched(one: ClassCase, outcomes: Sequence[Outcome]) -> tuple[Params, list[Step]]:
@@ -282,6 +297,6 @@ def train_untouched(one: ClassCase, outcomes: Sequence[Outcome]) -> tuple[Params
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         if not one.case.documents:
             return logits_of(tokens)
-        return torch.stack([by_document(row, logits_of) for row in tokens])
+        return torch.stack([by_document(row, logits_of, one.restarts) for row in tokens])
 
     return plain_steps(one.case, config, named, forward, outcomes[0].rates)
