@@ -48,8 +48,8 @@ class ExpertsConfig(Section):
     choices than there are ranks. fetch: tokens stay, and each rank gets the weights of all experts
     and returns their gradients; fewer bytes if tokens are many and experts small (Janus, Liu et
     al., 2023). auto: all_to_all, all_gather or fetch, whichever sends fewest bytes if tokens choose
-    experts evenly. Or your own class as `module:name`, derived from `Dispatcher`
-    (docs/extending.md)."""
+    experts evenly; for a class of transformers all_to_all. Or your own class as `module:name`,
+    derived from `Dispatcher` (docs/extending.md)."""
     ranks_per_node: Annotated[int | None, SPLIT, NODES] = Field(None, ge=2)
     """Number of ranks per node, for dispatch=hierarchical. Default: the number of ranks that the
     launcher has started on a node; in a plan without a launcher, `parallel.ranks_per_node`. If

@@ -53,10 +53,11 @@ def context_plans(
     """Make the ring plans of a model's `attention`. Raises :class:`ConfigError` unless they compute
     each visible pair of query and key blocks once."""
     forward = _plan(config, split.ring)
-    if split.ring == 1 or attention is None:
+    if split.ring == 1:
         return ContextPlans(forward, forward)
     backward = forward
-    if config.context.algorithm in TURNED and queries_travel(config, split, attention):
+    may_turn = config.context.algorithm in TURNED
+    if may_turn and attention is not None and queries_travel(config, split, attention):
         backward = plans.travelling_queries(forward)
     blocks = split.local([config.train.sequence_length], 0).blocks
     first = [min(run.first for run in block.runs) for block in blocks]

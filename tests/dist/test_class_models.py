@@ -256,6 +256,7 @@ def test_what_a_class_lacks_is_refused(family: str, case: Case, reason: str, fol
         ({"dp": 3, "ep": 3}, r"8 experts are not divisible by parallel\.ep=3: ep could be 1, 2, 4"),
         ({"dp": 2, "ep": 2, "tp": 2}, r"expected parallel\.tp=1"),
         ({"dp": 2, "ep": 4}, r"parallel\.ep=4 does not divide dp 2"),
+        ({"dp": 6, "ep": 2}, r"shard_group_size=2 does not divide the 3 expert-data-parallel"),
     ],
 )
 def test_ranks_that_do_not_fit_the_experts_are_refused(
@@ -265,6 +266,7 @@ def test_ranks_that_do_not_fit_the_experts_are_refused(
         {
             "model": {"source": f"hf:{folder_of(folders, 'mixtral')}", "dtype": "fp64"},
             "parallel": sizes,
+            "optimizer": {"shard_group_size": 2 if sizes["dp"] == 6 else None},
             "train": {"global_batch": 6, "sequence_length": 8, "microbatch": 1},
         }
     )

@@ -32,6 +32,15 @@ def _check_ranks(config: Config, dp: int) -> None:
             f"parallel.ep={ep}{inner} does not divide dp {dp} x cp {parallel.cp} x tp {tp} = "
             f"{block}: {divisors_hint('ep x etp' if etp > 1 else 'ep', block, ep * etp)}"
         )
+    if moe.num_experts is None and ep == 1:
+        return
+    copies, size = block // (ep * etp), optimizer.shard_group_size
+    if size is not None and copies % min(size, copies):
+        raise ConfigError(
+            f"optimizer.shard_group_size={size} does not divide the {copies} "
+            f"expert-data-parallel ranks of parallel.ep={ep} x etp {etp}: "
+            f"{divisors_hint('shard_group_size', copies, size)}"
+        )
     if moe.num_experts is None:
         return
     assert moe.expert_ffn_hidden is not None, "resolved"
@@ -47,13 +56,6 @@ def _check_ranks(config: Config, dp: int) -> None:
                 f"{experts_in(moe, layer)} is not divisible by parallel.ep={ep}: "
                 f"{nearest_multiples(experts, ep)}"
             )
-    copies, size = block // (ep * etp), optimizer.shard_group_size
-    if size is not None and copies % min(size, copies):
-        raise ConfigError(
-            f"optimizer.shard_group_size={size} does not divide the {copies} "
-            f"expert-data-parallel ranks of parallel.ep={ep} x etp {etp}: "
-            f"{divisors_hint('shard_group_size', copies, size)}"
-        )
     if config.lora.rank is not None and moe.bias_update_rate:
         raise ConfigError(
             f"model.moe.bias_update_rate={moe.bias_update_rate:g} changes router biases, "

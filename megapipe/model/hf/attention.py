@@ -39,9 +39,8 @@ WITHOUT_EFFECT = {
     "use_cache",
 }
 """Arguments of attention in transformers that do not change what it returns."""
-
-
-SINKS = "sinks (a score beside those of the keys)"
+LACKING = {"s_aux": "sinks (a score beside those of the keys)"}
+"""What some arguments are that megapipe's kernels do not know, in words."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,9 @@ def attention(
     Raises:
         UnfitClassError: an argument is not known, such as attention sinks.
     """
-    known = {name for name, value in others.items() if value is None or value is False}
-    if unknown := sorted(others.keys() - known - WITHOUT_EFFECT):
-        what = SINKS if unknown[0] == "s_aux" else f"the argument {unknown[0]}"
+    unset = {name for name, value in others.items() if value is None or value is False}
+    if unknown := sorted(others.keys() - unset - WITHOUT_EFFECT):
+        what = LACKING.get(unknown[0], f"the argument {unknown[0]}")
         raise UnfitClassError(f"its attention has {what}, which megapipe's kernels lack")
     mask = attention_mask
     if mask is None and not (getattr(module, "is_causal", True) and is_causal is not False):

@@ -26,15 +26,7 @@ from megapipe.model.hf.weights import FolderWeights, Known, draw_weights
 from megapipe.text import one_line
 
 CPU = torch.device("cpu")
-FAILURES = (
-    RuntimeError,
-    NotImplementedError,
-    ValueError,
-    TypeError,
-    IndexError,
-    KeyError,
-    AttributeError,
-)
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 """Errors of a class that does not run on the meta device, or not with masks as patterns."""
 
 

@@ -138,8 +138,8 @@ class TransformersSpec(ModuleListSpec):
 
     def _check_experts(self) -> None:
         """Refuse a number of ranks that does not divide the experts."""
-        ep, tp, etp = self.conditions.ep, self.conditions.tp, self.conditions.etp
-        if ep == etp == 1:
+        ep, tp = self.conditions.ep, self.conditions.tp
+        if ep == 1:
             return
         counts = [place.spec.shape[0] for place in self._parameter_places if place.spec.over_ep]
         if not counts:
@@ -147,10 +147,10 @@ class TransformersSpec(ModuleListSpec):
                 f"parallel.ep={ep}: {self._source.class_name} has no experts that transformers' "
                 "interface of experts computes; expected 1"
             )
-        if tp * etp > 1:
+        if tp > 1:
             raise self._source.problem(
-                f"parallel.ep={ep} with parallel.tp={tp} and parallel.etp={etp}: the experts of a "
-                "class are split over ep alone; expected parallel.tp=1 and parallel.etp=1"
+                f"parallel.ep={ep} with parallel.tp={tp}: the experts of a class are split over ep "
+                "alone; expected parallel.tp=1"
             )
         for count in counts:
             if count % ep:
