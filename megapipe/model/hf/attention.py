@@ -40,7 +40,7 @@ WITHOUT_EFFECT = {
 }
 """Arguments of attention in transformers that do not change what it returns."""
 LACKING = {"s_aux": "sinks (a score beside those of the keys)"}
-"""What some arguments are that megapipe's kernels do not know, in words."""
+"""Arguments that megapipe's kernels do not know, in words."""
 
 
 @dataclass(frozen=True)
